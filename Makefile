@@ -1,0 +1,41 @@
+# make run    set up, train a small SpiralFormer on the Python standard library, evaluate, sample
+# make test   set up and run the tests
+# make check  format, lint and types
+# make bench  side-by-side benchmarks (ratios against peers in the same run)
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: run test test-slow check format bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[data,eval,dev]'
+	touch $(READY)
+
+run: $(READY)
+	$(BIN)/spiralformer count spiral-b-410m-mesh
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/spiralformer bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

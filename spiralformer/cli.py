@@ -1,0 +1,46 @@
+"""The command line: `spiralformer COMMAND …`. Each command is a module of `spiralformer.commands`
+with `add_arguments(parser)` and `run(args)`; only the chosen one is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from spiralformer.errors import UserError
+
+COMMANDS = {
+    "count": "parameters, FLOPs, decode cost and cache size of a configuration",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="spiralformer", description="SpiralFormer: looped Transformers, coarse to fine."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((a for a in argv if not a.startswith("-")), None)
+    for name, help in COMMANDS.items():
+        command = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(f"spiralformer.commands.{name.replace('-', '_')}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except UserError as error:
+        print(f"spiralformer {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"spiralformer {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,422 @@
+"""The configuration: what a model of the family *is*, validated once, when it is built.
+
+Dimension words used everywhere: g = chunk size, ω = chunk offset, s = right-shift,
+T = number of loop iterations, L = sequence length, n_t = chunks of iteration t.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from spiralformer.errors import UserError
+
+TOPOLOGIES = ("none", "anchor", "mesh")
+DOWNSCALES = ("self_aggregation", "mean")
+UPSCALES = ("output_dependent", "uniform")
+NORMS = ("rmsnorm", "layernorm")
+
+GRAMMAR = (
+    'write "24" (no loop), "4+8x{1/8,1/4,1/2,1}+4" (pre + core x {resolutions} + post; pre and '
+    'post may be 0) or "4+8+8+4" (pre + untied full-resolution cores + post)'
+)
+
+
+class ConfigError(UserError, ValueError):
+    """A wrong configuration. The message names the field, the value and the remedy."""
+
+
+# ---------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the layers are laid out: N_pre + N_loop × {r_0, …, r_{T-1}} + N_post."""
+
+    pre: int
+    cores: tuple[int, ...]  # layers of the core run at each iteration; () without a loop
+    resolutions: tuple[Fraction, ...]  # r_t of each iteration
+    post: int
+    tied: bool  # one core shared by all iterations, or one core each
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        def fail(why: str) -> ConfigError:
+            return ConfigError(f"layout {text!r}: {why}; {GRAMMAR}")
+
+        if not isinstance(text, str):
+            raise fail("not a string")
+        plain = re.sub(r"\s+", "", text).replace("×", "x").replace("X", "x")
+        if re.fullmatch(r"\d+", plain):
+            if int(plain) == 0:
+                raise fail("a model needs at least one layer")
+            return cls(int(plain), (), (), 0, tied=True)
+        if re.fullmatch(r"\d+(\+\d+){2,}", plain):
+            pre, *cores, post = (int(part) for part in plain.split("+"))
+            if 0 in cores:
+                raise fail("a core needs at least one layer")
+            return cls(pre, tuple(cores), (Fraction(1),) * len(cores), post, tied=False)
+        match = re.fullmatch(r"(\d+)\+(\d+)x\{([^{}]*)\}\+(\d+)", plain)
+        if not match:
+            raise fail("not a layout")
+        pre, core, post = (int(match[k]) for k in (1, 2, 4))
+        if core == 0:
+            raise fail("the core needs at least one layer")
+        resolutions = []
+        for item in match[3].split(","):
+            if not re.fullmatch(r"\d+(/\d+|\.\d+)?", item) or re.fullmatch(r"\d+/0+", item):
+                raise fail(f"resolution {item!r} is not a fraction such as 1/8")
+            r = Fraction(item)
+            if not 0 < r <= 1:
+                raise fail(f"resolution {item} lies outside (0, 1]")
+            resolutions.append(r)
+        return cls(pre, (core,) * len(resolutions), tuple(resolutions), post, tied=True)
+
+    def __str__(self) -> str:
+        if not self.cores:
+            return str(self.pre)
+        if not self.tied:
+            return "+".join(map(str, (self.pre, *self.cores, self.post)))
+        return f"{self.pre}+{self.cores[0]}x{{{','.join(map(str, self.resolutions))}}}+{self.post}"
+
+    @property
+    def core_stacks(self) -> tuple[int, ...]:
+        """Depths of the cores that own parameters."""
+        return self.cores[:1] if self.tied else self.cores
+
+    @property
+    def unique_layers(self) -> int:
+        return self.pre + sum(self.core_stacks) + self.post
+
+    @property
+    def compute_layers(self) -> int:
+        """Layers of the unrolled computation, N_compute."""
+        return self.pre + sum(self.cores) + self.post
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The geometry of one loop iteration: chunk size g, offset ω, shift s (Eq. pi-rho-offset)."""
+
+    index: int
+    resolution: Fraction
+    chunk: int
+    offset: int
+    shift: int
+    layers: int
+
+    def chunks(self, length: int) -> int:
+        """n_t(L): every complete chunk, so that no output depends on how much text follows."""
+        return (length + self.offset) // self.chunk
+
+    def chunk_of(self, position: int) -> int:
+        """π_t(i)"""
+        return (position + self.offset) // self.chunk
+
+    def phase_of(self, position: int) -> int:
+        """ρ_t(i)"""
+        return (position + self.offset) % self.chunk
+
+    def triggers(self, position: int) -> bool:
+        """Whether a chunk completes at this position: decoding runs the core here."""
+        return self.phase_of(position) == self.chunk - 1
+
+    @property
+    def lags(self) -> bool:
+        """s ≥ g: no token reads a pass made at that token (the parallel regime)."""
+        return self.shift >= self.chunk
+
+    @property
+    def ring(self) -> int:
+        """Latents a decoder must keep so that π(i-s) is always among them."""
+        return self.shift // self.chunk + 1
+
+
+# ---------------------------------------------------------------------------- config
+
+_leak_allowed = contextvars.ContextVar("leak_allowed", default=False)
+
+
+@contextlib.contextmanager
+def allow_shifts_that_leak_the_future() -> Iterator[None]:
+    """Escape for tests of Proposition 1: inside, illegal shifts s < g-1 are accepted."""
+    token = _leak_allowed.set(True)
+    try:
+        yield
+    finally:
+        _leak_allowed.reset(token)
+
+
+def _describe(help: str, **kwargs: Any) -> Any:
+    return dataclasses.field(metadata={"help": help}, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpiralConfig:
+    """A model of the SpiralFormer family. Only the layout and the sizes are required."""
+
+    layout: str = _describe(f"layer layout and resolution schedule: {GRAMMAR}")
+    hidden_size: int = _describe("width d")
+    num_heads: int = _describe("attention heads; divides hidden_size")
+    vocab_size: int = _describe("rows of the embedding and of the head")
+
+    topology: str = _describe(
+        "how an update enters the state: none (replaces it), anchor or mesh; "
+        "default mesh with a loop, none without",
+        default="",
+    )
+    mesh_slots: int = _describe("memory slots B of MeSH; default T + 3", default=0)
+    downscale: str = _describe("self_aggregation or mean", default="self_aggregation")
+    upscale: str = _describe("output_dependent or uniform", default="output_dependent")
+    offset: str | tuple[int, ...] = _describe(
+        "chunk offsets ω: half (g//2), zero, or a list with one per iteration", default="half"
+    )
+    shift: str | tuple[int, ...] = _describe(
+        "right-shifts s: overlap (g-1), parallel (g; 0 where g = 1, which is the critical path), "
+        "or a list with one per iteration",
+        default="overlap",
+    )
+
+    intermediate_size: int = _describe("MLP width; default 4 × hidden_size", default=0)
+    norm: str = _describe("rmsnorm or layernorm", default="rmsnorm")
+    norm_eps: float = _describe("epsilon of the norms", default=1e-5)
+    parallel_residual: bool = _describe("attention and MLP read the same input", default=True)
+    rotary_fraction: float = _describe("share of each head that is rotated", default=0.25)
+    rotary_base: float = _describe("base of the rotary frequencies", default=10000.0)
+    max_length: int = _describe("longest sequence", default=4096)
+    scale_embeddings: bool = _describe("multiply token embeddings by √d", default=True)
+    tie_embeddings: bool = _describe("the head shares the embedding's weights", default=False)
+    init_std: float = _describe("standard deviation of the initial weights", default=0.02)
+    init_depth_scaled: bool = _describe(
+        "scale output projections by 1/√(2·N_compute)", default=True
+    )
+
+    # ------------------------------------------------------------------ building
+
+    def __post_init__(self) -> None:
+        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        fix("layout", str(Layout.parse(self.layout)))
+        for name in ("hidden_size", "num_heads", "vocab_size", "max_length"):
+            self._check_size(name)
+        loops = self.num_iterations
+        fix("topology", self.topology or ("mesh" if loops else "none"))
+        self._check_choice("topology", TOPOLOGIES)
+        self._check_choice("downscale", DOWNSCALES)
+        self._check_choice("upscale", UPSCALES)
+        self._check_choice("norm", NORMS)
+        if not loops and self.topology != "none":
+            raise ConfigError(
+                f"topology {self.topology!r} needs a loop, and layout {self.layout!r} has none; "
+                'use topology "none" or a layout such as "4+8+8+4"'
+            )
+        mesh = self.topology == "mesh"
+        if self.mesh_slots == 0 or self.mesh_slots is None:
+            fix("mesh_slots", loops + 3 if mesh else 0)
+        if not mesh and self.mesh_slots:
+            raise ConfigError(
+                f"mesh_slots {self.mesh_slots} is for topology 'mesh', not {self.topology!r}; "
+                "leave it out"
+            )
+        if mesh:
+            self._check_size("mesh_slots")
+        fix("intermediate_size", self.intermediate_size or 4 * self.hidden_size)
+        self._check_size("intermediate_size")
+
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}; "
+                f"choose one of {_divisors(self.hidden_size)}"
+            )
+        if not _is_number(self.rotary_fraction) or not 0 <= self.rotary_fraction <= 1:
+            raise ConfigError(f"rotary_fraction {self.rotary_fraction!r} lies outside [0, 1]")
+        if self.rotary_size % 2:
+            raise ConfigError(
+                f"rotary_fraction {self.rotary_fraction} rotates {self.rotary_size} of "
+                f"{self.head_size} dimensions of a head; the number must be even"
+            )
+        for name in ("norm_eps", "rotary_base", "init_std"):
+            value = getattr(self, name)
+            if not _is_number(value) or not value > 0 or not math.isfinite(value):
+                raise ConfigError(f"{name} {value!r} must be a positive number")
+            fix(name, float(value))
+        fix("rotary_fraction", float(self.rotary_fraction))
+        for name in (
+            "parallel_residual",
+            "scale_embeddings",
+            "tie_embeddings",
+            "init_depth_scaled",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} {getattr(self, name)!r} must be true or false")
+
+        chunks = [math.floor(1 / r) for r in self.parsed_layout.resolutions]
+        fix("offset", self._normalise("offset", {"half": _half, "zero": _zero}, chunks))
+        fix("shift", self._normalise("shift", {"overlap": _overlap, "parallel": _parallel}, chunks))
+        for it in self.iterations:
+            if not 0 <= it.offset < it.chunk:
+                raise ConfigError(
+                    f"offset {it.offset} of iteration {it.index} must lie in 0…{it.chunk - 1} "
+                    f"(its chunks hold {it.chunk})"
+                )
+            if it.shift < it.chunk - 1 and not _leak_allowed.get():
+                raise ConfigError(
+                    f"shift {it.shift} of iteration {it.index} would leak the future: a chunk of "
+                    f"{it.chunk} tokens is known only at its last one; "
+                    f"the smallest legal shift is {it.chunk - 1}"
+                )
+
+    def _check_size(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} {value!r} must be a whole number of at least 1")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(choices)}")
+
+    def _normalise(self, name: str, named: dict, chunks: list[int]) -> str | tuple[int, ...]:
+        """A named rule stays named; a list becomes a tuple of whole numbers, one per iteration."""
+        value = getattr(self, name)
+        if isinstance(value, str):
+            if value not in named:
+                raise ConfigError(
+                    f"{name} {value!r} is unknown; choose {', '.join(named)} or a list"
+                )
+            return value
+        try:
+            values = tuple(value)
+        except TypeError:
+            values = (value,)
+        if len(values) != len(chunks) or any(
+            not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values
+        ):
+            raise ConfigError(
+                f"{name} {value!r} must be one of {', '.join(named)} or a list of {len(chunks)} "
+                f"whole numbers, one per iteration of {self.layout}"
+            )
+        return values
+
+    # ------------------------------------------------------------------ derived
+
+    @cached_property
+    def parsed_layout(self) -> Layout:
+        return Layout.parse(self.layout)
+
+    @property
+    def num_iterations(self) -> int:
+        """T"""
+        return len(self.parsed_layout.resolutions)
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(self.head_size * self.rotary_fraction)
+
+    @cached_property
+    def iterations(self) -> tuple[Iteration, ...]:
+        layout = self.parsed_layout
+        rules = {"half": _half, "zero": _zero, "overlap": _overlap, "parallel": _parallel}
+        found = []
+        for t, (r, layers) in enumerate(zip(layout.resolutions, layout.cores, strict=True)):
+            g = math.floor(1 / r)  # exact: r is a Fraction
+            omega = rules[self.offset](g) if isinstance(self.offset, str) else self.offset[t]
+            s = rules[self.shift](g) if isinstance(self.shift, str) else self.shift[t]
+            found.append(Iteration(t, r, g, omega, s, layers))
+        return tuple(found)
+
+    # ------------------------------------------------------------------ input and output
+
+    def replace(self, **changes: Any) -> SpiralConfig:
+        """The same configuration with some fields changed; what followed from them follows anew."""
+        fields = self.to_dict()
+        if fields["intermediate_size"] == 4 * self.hidden_size:
+            del fields["intermediate_size"]
+        if fields["mesh_slots"] == self.num_iterations + 3 or "topology" in changes:
+            del fields["mesh_slots"]
+        if self.topology == ("mesh" if self.num_iterations else "none") and "layout" in changes:
+            del fields["topology"]
+        return self.from_dict({**fields, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> SpiralConfig:
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ConfigError(f"unknown field {name!r}; {hint}")
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.default is dataclasses.MISSING and f.name not in fields
+        ]
+        if missing:
+            raise ConfigError(f"missing field{'s' * (len(missing) > 1)} {', '.join(missing)}")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SpiralConfig:
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ConfigError("a configuration is a JSON object of fields")
+        return cls.from_dict(fields)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SpiralConfig:
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error})") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+def _half(g: int) -> int:
+    return g // 2
+
+
+def _zero(g: int) -> int:
+    return 0
+
+
+def _overlap(g: int) -> int:
+    return g - 1
+
+
+def _parallel(g: int) -> int:
+    return g if g > 1 else 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)

@@ -1,0 +1,9 @@
+"""Mistakes of the user, as opposed to bugs."""
+
+
+class UserError(Exception):
+    """Bad input: a config, a checkpoint, a data file, a request.
+
+    The message is one or two lines that name the field or file, the value and the remedy. The
+    command line prints it and exits with status 2; a traceback is for bugs.
+    """

@@ -1,0 +1,131 @@
+"""GPT-NeoX Transformer blocks.
+
+Shapes: B batch, L length, D width, H heads, K head size, R rotated dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spiralformer.config import SpiralConfig
+
+Rope = tuple[Tensor, Tensor]  # cos and sin, (L, R/2) or (B, 1, L, R/2)
+
+
+class LayerCache(Protocol):
+    """Where one layer's keys and values live between calls (see `spiralformer.decode`)."""
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Stores new keys and values; returns all that may be attended to, and the mask.
+
+        A mask of None means plain causal attention: the new tokens are all there is.
+        """
+
+
+def make_norm(config: SpiralConfig) -> nn.Module:
+    cls = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return cls(config.hidden_size, eps=config.norm_eps)
+
+
+def rotary(positions: Tensor, config: SpiralConfig) -> Rope:
+    """Angles of the given positions. Always computed in float32, whatever the model's dtype."""
+    size = config.rotary_size
+    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
+    with torch.autocast(positions.device.type, enabled=False):
+        angles = positions.float()[..., None] * config.rotary_base**-exponents
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotates the first R dimensions of each head, half against half as GPT-NeoX does."""
+    cos, sin = (part.to(x.dtype) for part in rope)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+class Attend(nn.Module):
+    """softmax(q·kᵀ/√K)·v. A module of its own so that a probe can hook what was really attended."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: SpiralConfig) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.attend = Attend()
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B L 3 H K
+        qk, v = qkv[:, :, :2].permute(2, 0, 3, 1, 4), qkv[:, :, 2].transpose(1, 2)
+        q, k = rotate(qk, rope).unbind(0)  # B H L K
+        mask = None
+        if cache is not None:
+            k, v, mask = cache.update(k, v)
+        y = self.attend(q, k, v, mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: SpiralConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: SpiralConfig) -> None:
+        super().__init__()
+        self.parallel = config.parallel_residual
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
+        attended = self.attention(self.attention_norm(x), rope, cache)
+        if self.parallel:
+            return x + attended + self.mlp(self.mlp_norm(x))
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Stack(nn.Module):
+    """f_pre, f_loop or f_post: layers run one after the other on a sequence of any resolution."""
+
+    def __init__(self, config: SpiralConfig, layers: int) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(config) for _ in range(layers))
+        self.checkpointing = False  # recompute activations in the backward pass
+
+    def forward(
+        self,
+        x: Tensor,  # B L D
+        positions: Tensor | None = None,  # (L) or (B, L); default 0 … L-1
+        caches: Sequence[LayerCache] | None = None,  # one per layer
+    ) -> Tensor:
+        if x.shape[1] == 0 or not self.blocks:
+            return x
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        rope = rotary(positions if positions.dim() == 1 else positions[:, None], self.config)
+        for i, block in enumerate(self.blocks):
+            if self.checkpointing and self.training:
+                x = checkpoint(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope, None if caches is None else caches[i])
+        return x

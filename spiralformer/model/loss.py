@@ -1,0 +1,93 @@
+"""Cross-entropy of a large vocabulary, a few tokens at a time.
+
+At V = 50,304 the logits of a long batch in float32 would dwarf everything else in memory. Here only
+`CHUNK` rows of logits exist at once, in the forward and in the backward pass, and the gradient is
+exact: it is formed where the logits are, so they are computed once.
+
+Shapes: N tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+CHUNK = 1024
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies of `hidden @ weight.T` against `targets`."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, compute: torch.dtype):
+        wide = torch.promote_types(compute, torch.float32)
+        w = weight.to(compute)
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        total = hidden.new_zeros((), dtype=wide)
+        for start in range(0, hidden.shape[0], CHUNK):
+            rows = slice(start, start + CHUNK)
+            h, target = hidden[rows].to(compute), targets[rows]
+            logits = (h @ w.T).to(wide)
+            total += F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
+            if not (want_hidden or want_weight):
+                continue
+            kept = (target != IGNORE)[:, None]
+            grad = torch.softmax(logits, -1)  # N V, minus one at the target
+            grad.scatter_add_(1, target.clamp_min(0)[:, None], -kept.to(wide))
+            grad = (grad * kept).to(compute)
+            if grad_hidden is not None:
+                grad_hidden[rows] = (grad @ w).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += grad.T @ h
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = lambda g: None if g is None else g * grad.to(g.dtype)  # noqa: E731
+        return scale(grad_hidden), scale(grad_weight), None, None
+
+
+def linear_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Sum over the targets that are not IGNORE, in at least float32."""
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    if type(head) is nn.Linear and head.bias is None:
+        device = hidden.device.type
+        compute = hidden.dtype
+        if torch.is_autocast_enabled(device):
+            compute = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return _LinearCrossEntropy.apply(hidden, head.weight, targets, compute)
+    # A head that something else has wrapped (an adapter, say): the same, through the module.
+    total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    for h, target in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+        total = total + checkpoint(_chunk_loss, head, h, target, use_reentrant=False)
+    return total
+
+
+def _chunk_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), targets, ignore_index=IGNORE, reduction="sum")
+
+
+@torch.no_grad()
+def token_losses(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each token, shaped as `targets`; zero where the target is IGNORE."""
+    rows = hidden.flatten(0, -2).split(CHUNK)
+    losses = []
+    for h, target in zip(rows, targets.flatten().split(CHUNK), strict=True):
+        logits = head(h)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses.append(
+            F.cross_entropy(logits.to(wide), target, ignore_index=IGNORE, reduction="none")
+        )
+    return torch.cat(losses).view_as(targets)

@@ -1,0 +1,121 @@
+"""From tokens to chunks and back: down-scaling, up-scaling and the causal right-shift.
+
+Shapes: B batch, L tokens, N chunks, G chunk size, D width. With offset ω the chunk grid starts ω
+places before the first token: token i sits at grid place i + ω.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spiralformer.config import Iteration, SpiralConfig
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Softmax in at least float32, returned in the input's dtype."""
+    return x.softmax(dim, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def to_grid(x: Tensor, it: Iteration, fill: float = 0.0) -> Tensor:
+    """(B, L, D) → (B, N, G, D): complete chunks only; the ω places before token 0 hold `fill`."""
+    chunks = it.chunks(x.shape[1])
+    x = F.pad(x[:, : max(chunks * it.chunk - it.offset, 0)], (0, 0, it.offset, 0), value=fill)
+    return x[:, : chunks * it.chunk].unflatten(1, (chunks, it.chunk))
+
+
+class MeanPooling(nn.Module):
+    """Eq. mean-pooling, with its literal 1/g also for the shorter first chunk."""
+
+    def __init__(self, config: SpiralConfig, it: Iteration) -> None:
+        super().__init__()
+        self.it = it
+
+    def forward(self, h: Tensor) -> Tensor:
+        return to_grid(h, self.it).sum(2) / self.it.chunk
+
+
+class SelfAggregation(nn.Module):
+    """Eq. self-agg: a learned convex combination of the members of each chunk.
+
+    The scorer has no bias: the softmax is invariant to it.
+    """
+
+    def __init__(self, config: SpiralConfig, it: Iteration) -> None:
+        super().__init__()
+        self.it = it
+        self.scorer = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def weights(self, h: Tensor) -> Tensor:
+        """α, (B, N, G): zero at the places before token 0."""
+        return softmax(to_grid(self.scorer(h), self.it, fill=-torch.inf).squeeze(-1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        alpha = self.weights(h)
+        return (alpha[:, :, None] @ to_grid(h, self.it).to(alpha.dtype)).squeeze(2).to(h.dtype)
+
+
+class UniformBroadcast(nn.Module):
+    """Eq. upscale-uniform: β = 1/g."""
+
+    def __init__(self, config: SpiralConfig, it: Iteration) -> None:
+        super().__init__()
+        self.it = it
+
+    def allocation(self, z: Tensor) -> Tensor:
+        """λ·β, (B, N, G)"""
+        return z.new_full((1, 1, self.it.chunk), 1 / math.sqrt(self.it.chunk))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return from_grid(self.allocation(z)[..., None] * z[:, :, None], self.it)
+
+
+class OutputDependentAllocation(nn.Module):
+    """Eq. upscale-router: each latent says how its update is spread over its chunk."""
+
+    def __init__(self, config: SpiralConfig, it: Iteration) -> None:
+        super().__init__()
+        self.it = it
+        self.router = nn.Linear(config.hidden_size, it.chunk)
+
+    def allocation(self, z: Tensor) -> Tensor:
+        """λ·β, (B, N, G), with the gain λ = √g"""
+        return softmax(self.router(z)).to(z.dtype) * math.sqrt(self.it.chunk)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return from_grid(self.allocation(z)[..., None] * z[:, :, None], self.it)
+
+
+def from_grid(u: Tensor, it: Iteration) -> Tensor:
+    """(B, N, G, D) → the updates of tokens 0 … N·G-ω-1, the ones that lie in a complete chunk."""
+    return u.flatten(1, 2)[:, it.offset :]
+
+
+def causal_shift(u: Tensor, shift: int, length: int) -> Tensor:
+    """Eq. right-shift: ũ[i] = u[i-s], and zero where i < s."""
+    u = u[:, : max(length - shift, 0)]
+    front = min(shift, length)
+    return F.pad(u, (0, 0, front, length - front - u.shape[1]))
+
+
+DOWNSCALE: dict[str, type[nn.Module]] = {
+    "self_aggregation": SelfAggregation,
+    "mean": MeanPooling,
+}
+UPSCALE: dict[str, type[nn.Module]] = {
+    "output_dependent": OutputDependentAllocation,
+    "uniform": UniformBroadcast,
+}
+
+
+class Scaling(nn.Module):
+    """The pair S↓ and S↑ of one iteration. At full resolution both are the identity."""
+
+    def __init__(self, config: SpiralConfig, it: Iteration) -> None:
+        super().__init__()
+        full = it.chunk == 1
+        self.down = nn.Identity() if full else DOWNSCALE[config.downscale](config, it)
+        self.up = nn.Identity() if full else UPSCALE[config.upscale](config, it)

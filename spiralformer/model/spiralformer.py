@@ -1,0 +1,99 @@
+"""SpiralFormer: Algorithm 1 of the paper, and with other layouts its whole family.
+
+Shapes: B batch, L length, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from spiralformer.config import SpiralConfig
+from spiralformer.model.layers import Attention, MLP, Stack, make_norm
+from spiralformer.model.loss import IGNORE, linear_cross_entropy
+from spiralformer.model.scaling import Scaling, causal_shift
+from spiralformer.model.topology import TOPOLOGY
+
+
+class SpiralFormer(nn.Module):
+    """`model(ids)` gives logits (B, L, V); `model(ids, targets)` gives the mean loss.
+
+    `targets[:, i]` is the token that follows `ids[:, i]`; targets of -100 do not count.
+    """
+
+    def __init__(self, config: SpiralConfig) -> None:
+        super().__init__()
+        self.config = config
+        layout = config.parsed_layout
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.pre = Stack(config, layout.pre)
+        self.cores = nn.ModuleList(Stack(config, layers) for layers in layout.core_stacks)
+        self.scalings = nn.ModuleList(Scaling(config, it) for it in config.iterations)
+        self.topology = TOPOLOGY[config.topology](config)
+        self.post = Stack(config, layout.post)
+        self.norm = make_norm(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        hidden = self.hidden(self.embed(ids))
+        if targets is None:
+            return self.head(hidden)
+        total = linear_cross_entropy(self.head, hidden, targets)
+        return total / (targets != IGNORE).sum()
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Algorithm 1: from token embeddings x (B, L, D) to the normalised output states."""
+        length = x.shape[1]
+        if length > self.config.max_length:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than max_length {self.config.max_length}"
+            )
+        v = self.pre(x)
+        h, carrier = self.topology.start(x, v)
+        for it, scaling in zip(self.config.iterations, self.scalings, strict=True):
+            z = scaling.down(h)
+            z = self.core(it.index)(z)
+            u = scaling.up(z)
+            u = causal_shift(u, it.shift, length)
+            h, carrier = self.topology.update(u, h, carrier, it.index)
+        return self.norm(self.post(h))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return x * math.sqrt(self.config.hidden_size) if self.config.scale_embeddings else x
+
+    def core(self, t: int) -> Stack:
+        """The core that iteration t runs: the shared one, or its own when the layout is untied."""
+        return self.cores[0 if self.config.parsed_layout.tied else t]
+
+    def stacks(self) -> list[Stack]:
+        return [self.pre, *self.cores, self.post]
+
+    def set_checkpointing(self, enabled: bool = True) -> None:
+        """Recompute each block's activations in the backward pass instead of keeping them."""
+        for stack in self.stacks():
+            stack.checkpointing = enabled
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """N(0, std); output projections scaled down by the depth of the unrolled computation."""
+        std = self.config.init_std
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=std)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+                module.reset_parameters()
+        if self.config.init_depth_scaled:
+            scale = 1 / math.sqrt(2 * self.config.parsed_layout.compute_layers)
+            for module in self.modules():
+                if isinstance(module, Attention):
+                    module.out.weight *= scale
+                elif isinstance(module, MLP):
+                    module.down.weight *= scale

@@ -1,0 +1,94 @@
+"""How the update of an iteration enters the loop state: the operator U and InitTopo.
+
+Shapes: B batch, L length, D width, M memory slots (the paper's B).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spiralformer.config import SpiralConfig
+from spiralformer.model.scaling import softmax
+
+
+class Replace(nn.Module):
+    """Topology "none", the plain loop: the update is the next state."""
+
+    def __init__(self, config: SpiralConfig) -> None:
+        super().__init__()
+
+    def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        return v, None
+
+    def update(self, u: Tensor, h: Tensor, carrier: Any, t: int) -> tuple[Tensor, Any]:
+        return u, None
+
+
+class Anchor(nn.Module):
+    """Eq. anchor-topology: every update is added to the pre-loop output."""
+
+    def __init__(self, config: SpiralConfig) -> None:
+        super().__init__()
+
+    def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return v, v
+
+    def update(self, u: Tensor, h: Tensor, carrier: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        return u + carrier, carrier
+
+
+class Memory(NamedTuple):
+    """What MeSH has written so far. The slots themselves are never formed (see MeSH)."""
+
+    x: Tensor  # B L D, the embeddings, alone in slot 0 at the start
+    updates: tuple[Tensor, ...]  # B L D each: v, then ũ of each iteration
+    writes: tuple[Tensor, ...]  # B L M each: how much of the update went into which slot
+
+
+class MeSH(nn.Module):
+    """Eqs. mesh-*: a slot is a sum of weighted updates, so reading one is linear in them:
+
+        h⁽ᵗ⁺¹⁾ = r₀·x + Σ_k ⟨w⁽ᵏ⁾, r⁽ᵗ⁾⟩·ũ⁽ᵏ⁾,   ũ⁽⁻¹⁾ = v
+
+    with the write weights w⁽ᵏ⁾ and read weights r⁽ᵗ⁾ of each token. No M-slot buffer exists.
+    """
+
+    def __init__(self, config: SpiralConfig) -> None:
+        super().__init__()
+        self.slots = config.mesh_slots
+        # Router 0 is the transitional one, router t+1 that of iteration t. The first M outputs are
+        # the write logits, the last M the read logits.
+        self.routers = nn.ModuleList(
+            nn.Linear(config.hidden_size, 2 * self.slots) for _ in range(config.num_iterations + 1)
+        )
+
+    def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
+        return self._write_and_read(self.routers[0], x, v, Memory(x, (), ()))
+
+    def update(self, u: Tensor, h: Tensor, carrier: Memory, t: int) -> tuple[Tensor, Memory]:
+        return self._write_and_read(self.routers[t + 1], h, u, carrier)
+
+    def _write_and_read(
+        self, router: nn.Module, h: Tensor, u: Tensor, memory: Memory
+    ) -> tuple[Tensor, Memory]:
+        write, read = self.route(router, h)
+        memory = Memory(memory.x, (*memory.updates, u), (*memory.writes, write))
+        state = read[..., :1] * memory.x
+        for coefficient, update in zip(self.coefficients(memory, read), memory.updates, strict=True):
+            state = torch.addcmul(state, coefficient, update)
+        return state, memory
+
+    def route(self, router: nn.Module, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Write and read weights over the slots, (B, L, M) each."""
+        weights = softmax(router(h).unflatten(-1, (2, self.slots))).to(h.dtype)
+        return weights[..., 0, :], weights[..., 1, :]
+
+    def coefficients(self, memory: Memory, read: Tensor) -> list[Tensor]:
+        """⟨w⁽ᵏ⁾, r⟩ for every update so far, (B, L, 1) each."""
+        return [(write * read).sum(-1, keepdim=True) for write in memory.writes]
+
+
+TOPOLOGY: dict[str, type[nn.Module]] = {"none": Replace, "anchor": Anchor, "mesh": MeSH}

@@ -1,0 +1,194 @@
+"""Laws of the model: causality, prefix consistency, equality with the oracle."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spiralformer import SpiralConfig, SpiralFormer, reference
+from spiralformer.config import allow_shifts_that_leak_the_future
+from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
+from tests.strategies import VOCAB, build, configs, tokens
+
+SMALL = {"hidden_size": 32, "num_heads": 4, "vocab_size": 97, "max_length": 128}
+PAPER_B = SpiralConfig(layout="1+2x{1/8,1/4,1/2,1}+1", **SMALL)
+
+
+def change_after(ids: torch.Tensor, i: int) -> torch.Tensor:
+    changed = ids.clone()
+    changed[:, i + 1 :] = (changed[:, i + 1 :] + 1) % VOCAB
+    return changed
+
+
+def largest_leak(model: SpiralFormer, length: int) -> float:
+    """How far the outputs up to i move when every token after i changes, the worst over i."""
+    ids = tokens(1, length)
+    worst = 0.0
+    with torch.no_grad():
+        before = model(ids)
+        for i in range(length - 1):
+            after = model(change_after(ids, i))
+            worst = max(worst, (after[:, : i + 1] - before[:, : i + 1]).abs().max().item())
+    return worst
+
+
+@given(configs(), st.integers(2, 30), st.integers(0, 3))
+def test_output_never_depends_on_later_tokens(config, length, seed):
+    assert largest_leak(build(config, seed), length) < 1e-10
+
+
+@pytest.mark.parametrize("topology", ["anchor", "mesh"])
+@pytest.mark.parametrize("g", [2, 3, 5, 8])
+def test_the_causality_check_catches_the_illegal_shift(topology, g):
+    with allow_shifts_that_leak_the_future():
+        config = PAPER_B.replace(
+            layout=f"1+1x{{1/{g}}}+1", topology=topology, shift=[g - 2], vocab_size=VOCAB
+        )
+    legal = config.replace(shift="overlap")
+    assert largest_leak(build(legal), 24) < 1e-10
+    assert largest_leak(build(config), 24) > 1e-6
+
+
+@given(configs(), st.integers(1, 30), st.integers(0, 3))
+def test_output_is_the_same_for_every_longer_length(config, length, seed):
+    model, ids = build(config, seed), tokens(1, length)
+    with torch.no_grad():
+        full = model(ids)
+        for shorter in range(1, length):
+            torch.testing.assert_close(
+                model(ids[:, :shorter]), full[:, :shorter], rtol=0, atol=1e-10
+            )
+
+
+@given(configs(), st.integers(1, 26), st.integers(0, 3))
+def test_fast_path_equals_the_oracle_with_gradients(config, length, seed):
+    model, ids = build(config, seed), tokens(length)
+    probe = torch.randn(length, VOCAB, dtype=torch.float64)
+
+    def run(forward) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        model.zero_grad(set_to_none=True)
+        out = forward()
+        (out * probe).sum().backward()
+        return out.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+    fast, fast_grads = run(lambda: model(ids[None])[0])
+    slow, slow_grads = run(lambda: reference.logits(model, ids))
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-10)
+    for name, grad in fast_grads.items():
+        other = slow_grads[name]
+        scale = max(1.0, grad.abs().max().item()) if grad is not None else 1.0
+        zero = torch.zeros((), dtype=torch.float64)
+        difference = (grad if grad is not None else zero) - (other if other is not None else zero)
+        assert difference.abs().max() < 1e-10 * scale, name
+
+
+def test_rows_of_a_batch_are_independent():
+    model = build(PAPER_B)
+    ids = tokens(3, 40)
+    with torch.no_grad():
+        together = model(ids)
+        for row in range(3):
+            torch.testing.assert_close(together[row], model(ids[row : row + 1])[0], atol=1e-12, rtol=0)
+
+
+# ---------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("tokens_count", [5, CHUNK, CHUNK + 7])
+def test_chunked_loss_equals_plain_cross_entropy_with_gradients(tokens_count):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 31, bias=False).double()
+    wrapped = torch.nn.Sequential(head)
+    hidden = torch.randn(1, tokens_count, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 31, (1, tokens_count))
+    targets[0, ::3] = IGNORE
+
+    def grads(loss):
+        return torch.autograd.grad(loss, [hidden, head.weight])
+
+    plain = torch.nn.functional.cross_entropy(
+        head(hidden)[0], targets[0], ignore_index=IGNORE, reduction="sum"
+    )
+    wanted = grads(plain)
+    for module in (head, wrapped):
+        loss = linear_cross_entropy(module, hidden, targets)
+        torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
+        for got, want in zip(grads(loss), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    each = token_losses(head, hidden, targets)
+    torch.testing.assert_close(each.sum(), plain, rtol=1e-12, atol=0)
+    assert (each[0, ::3] == 0).all()
+
+
+def test_loss_ignores_targets_of_minus_100():
+    model, ids = build(PAPER_B), tokens(2, 20)
+    targets = tokens(2, 20, seed=1)
+    targets[:, 10:] = IGNORE
+    short = model(ids[:, :10], targets[:, :10])
+    torch.testing.assert_close(model(ids, targets), short)
+
+
+def test_bf16_autocast_gives_finite_sane_losses():
+    torch.manual_seed(0)
+    model = SpiralFormer(PAPER_B)
+    ids, targets = tokens(2, 64), tokens(2, 64, seed=1)
+    exact = model(ids, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, targets)
+    loss.backward()
+    assert abs(loss.item() - exact.item()) < 0.02
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------- other ways to run it
+
+
+def loss_and_grads(model, run=None) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = (run or model)(tokens(2, 50), tokens(2, 50, seed=1))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model = build(PAPER_B, dtype=torch.float32).train()
+    plain = loss_and_grads(model)
+    model.set_checkpointing()
+    blocks_run = []
+    hook = model.cores[0].blocks[0].register_forward_pre_hook(lambda *_: blocks_run.append(1))
+    again = loss_and_grads(model)
+    hook.remove()
+    assert len(blocks_run) == 2 * PAPER_B.num_iterations  # forward, and again in the backward pass
+    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1+1x{1/4,1/3,1}+1", "1+1+1+1", "2"])
+def test_compiled_model_gives_the_same_result_as_eager(layout):
+    model = build(PAPER_B.replace(layout=layout), dtype=torch.float32)
+    eager = loss_and_grads(model)
+    compiled = loss_and_grads(model, torch.compile(model))
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_can_be_built_on_meta_at_once():
+    config = PAPER_B.replace(hidden_size=2048, num_heads=16, vocab_size=50304)
+    with torch.device("meta"):
+        model = SpiralFormer(config)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_too_long_a_sequence_is_refused():
+    model = build(PAPER_B)
+    with pytest.raises(ValueError, match="129 tokens is longer than max_length 128"):
+        model(tokens(1, 129))
+
+
+def test_output_projections_start_smaller_the_deeper_the_unrolled_computation():
+    torch.manual_seed(0)
+    config = PAPER_B.replace(layout="2+4x{1/4,1/2,1}+2", hidden_size=128)
+    model = SpiralFormer(config)
+    for block in (model.pre.blocks[0], model.cores[0].blocks[3]):
+        std = block.mlp.down.weight.std().item()
+        assert std == pytest.approx(0.02 / (2 * 16) ** 0.5, rel=0.05)
+        assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
