@@ -145,7 +145,7 @@ def test_bf16_autocast_gives_finite_sane_losses():
 
 def loss_and_grads(model, run=None) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    loss = (run or model)(tokens(2, 50), tokens(2, 50, seed=1))
+    loss = (model if run is None else run)(tokens(2, 50), tokens(2, 50, seed=1))
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
