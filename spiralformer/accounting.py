@@ -21,7 +21,6 @@ n entries of a (compressed) sequence, g chunk size.
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -68,20 +67,21 @@ class Parameters:
 
 
 def parameters(config: SpiralConfig, convention: Convention = OURS) -> Parameters:
-    d, m, paper = config.hidden_size, config.intermediate_size, convention is PAPER
+    d, paper = config.hidden_size, convention is PAPER
     norm = 2 * d if paper or config.norm == "layernorm" else d
     layer = _layer_weights(config) + _layer_biases(config) + 2 * norm
     layout, scaled = config.parsed_layout, _scaled_iterations(config, convention)
-    scores = config.downscale == "self_aggregation"
-    routes = config.upscale == "output_dependent"
+    scored = scaled if config.downscale == "self_aggregation" else ()
+    routed = scaled if config.upscale == "output_dependent" else ()
+    scorer = d + 1 if paper else d
     return Parameters(
         embedding=config.vocab_size * d,
         pre=layout.pre * layer,
         cores=tuple(layers * layer for layers in layout.core_stacks),
         post=layout.post * layer,
         final_norm=norm,
-        scorers=tuple((d + paper) * (scores and it in scaled) for it in config.iterations),
-        routers=tuple((d + 1) * it.chunk * (routes and it in scaled) for it in config.iterations),
+        scorers=tuple(scorer if it in scored else 0 for it in config.iterations),
+        routers=tuple((d + 1) * it.chunk if it in routed else 0 for it in config.iterations),
         mesh=_mesh_routers(config) * (d + 1) * 2 * config.mesh_slots,
         head=0 if config.tie_embeddings else config.vocab_size * d,
         unexplained=2 * d * d if paper else 0,
@@ -165,9 +165,7 @@ class ForwardFlops:
         return sum((p.flops for p in chosen), Flops())
 
 
-def forward_flops(
-    config: SpiralConfig, length: int, convention: Convention = OURS
-) -> ForwardFlops:
+def forward_flops(config: SpiralConfig, length: int, convention: Convention = OURS) -> ForwardFlops:
     """FLOPs of a forward pass over `length` tokens, logits at every one of them.
 
     A prefill that needs the last token's logits only saves all but 1/L of the head.
@@ -248,11 +246,11 @@ def _upscale_flops(
     config: SpiralConfig, it: Iteration, length: int, n: int, convention: Convention
 ) -> Flops:
     d, g = config.hidden_size, it.chunk
-    routed = config.upscale == "output_dependent"
-    if convention is PAPER:
-        return Flops(matmul=routed * 2 * d * g * n, elementwise=d * length)
-    allocation = (1 + _SOFTMAX + 1) * g * n  # bias, softmax, gain
-    return Flops(matmul=routed * 2 * d * g * n, elementwise=routed * allocation + d * g * n)
+    scale = Flops(elementwise=d * length if convention is PAPER else d * g * n)
+    if config.upscale == "uniform":
+        return scale
+    allocation = 0 if convention is PAPER else (1 + _SOFTMAX + 1) * g * n  # bias, softmax, gain
+    return scale + Flops(matmul=2 * d * g * n, elementwise=allocation)
 
 
 def _topology_flops(
@@ -275,7 +273,7 @@ def _topology_flops(
 
 # ---------------------------------------------------------------------------- decoding
 
-LONGEST_PERIOD = 1 << 20
+LONGEST_PERIOD = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -338,9 +336,9 @@ def weights_read_per_token(config: SpiralConfig) -> float:
     p, layout = parameters(config), config.parsed_layout
     head = p.embedding if config.tie_embeddings else p.head
     once = p.pre + p.post + p.final_norm + head
-    if not layout.tied:  # every iteration runs at every token, each with a core of its own
-        return float(once + sum(p.cores))
-    return float(once + sum(p.cores) * decode_cost(config).mean_batches)
+    # Untied cores all run at full resolution: each is read once at every token.
+    reads = decode_cost(config).mean_batches if layout.tied else 1
+    return float(once + sum(p.cores) * reads)
 
 
 def decode_flops_per_token(config: SpiralConfig, context: int) -> float:
@@ -400,19 +398,10 @@ class FixedBytes:
 def fixed_bytes(config: SpiralConfig, bytes_per_value: int) -> FixedBytes:
     """The open chunk is a weighted sum of d values with, for self-aggregation, its running maximum
     and normaliser, all in at least float32; latents are in the model's dtype. An iteration with
-    g = 1 has no open chunk, and no latents to keep unless it is shifted. Lengths and other
-    bookkeeping are left out."""
+    g = 1 has no open chunk. Lengths and other bookkeeping are left out."""
     d, wide = config.hidden_size, max(bytes_per_value, 4)
     softmax = 2 if config.downscale == "self_aggregation" else 0
     return FixedBytes(
         pooling=tuple((d + softmax) * wide * (it.chunk > 1) for it in config.iterations),
-        latents=tuple(
-            it.ring * d * bytes_per_value * (it.chunk > 1 or it.shift > 0)
-            for it in config.iterations
-        ),
+        latents=tuple(it.ring * d * bytes_per_value for it in config.iterations),
     )
-
-
-def trigger_pattern(config: SpiralConfig, positions: int) -> tuple[tuple[int, ...], ...]:
-    """`passes_at` for positions 0, 1, …"""
-    return tuple(passes_at(config, i) for i in itertools.islice(itertools.count(), positions))

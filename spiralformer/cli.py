@@ -12,6 +12,7 @@ from spiralformer.errors import UserError
 
 COMMANDS = {
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
+    "data": "text to token shards, for training",
 }
 
 

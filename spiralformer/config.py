@@ -139,8 +139,8 @@ class Iteration:
 
     @property
     def ring(self) -> int:
-        """Latents a decoder must keep so that π(i-s) is always among them."""
-        return self.shift // self.chunk + 1
+        """Finished latents that later tokens may still read, ⌈s/g⌉."""
+        return -(-self.shift // self.chunk)
 
 
 # ---------------------------------------------------------------------------- config

@@ -11,10 +11,9 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from spiralformer.config import ConfigError, SpiralConfig
+from spiralformer.config import ConfigError, Layout, SpiralConfig
 
 # Pythia-1B officially has 8 heads; the FLOPs that the paper prints for it are those of 16.
 SIZES: dict[str, dict[str, int]] = {
@@ -103,13 +102,14 @@ def names() -> list[str]:
 def preset(name: str) -> SpiralConfig:
     """The configuration of this name."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
-        hint = f"the nearest are {', '.join(near)}" if near else f"known: {', '.join(PRESETS)}"
-        raise ConfigError(f"unknown preset {name!r}; {hint}")
+        near = ", ".join(difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.0))
+        raise ConfigError(
+            f"unknown preset {name!r}; the nearest are {near} (all: spiralformer count --list)"
+        )
     return SpiralConfig(**PRESETS[name])
 
 
-def resolve(text: str, **overrides: Any) -> SpiralConfig:
+def resolve(text: str, /, **overrides: Any) -> SpiralConfig:
     """The configuration that `text` means, with some fields changed.
 
     `text` is the name of a preset, the path of a JSON file, or a layout; a layout needs its sizes
@@ -117,20 +117,19 @@ def resolve(text: str, **overrides: Any) -> SpiralConfig:
     """
     if text in PRESETS:
         return preset(text).replace(**overrides)
-    if text.endswith(".json") or Path(text).is_file():
-        return SpiralConfig.load(text).replace(**overrides)
-    if re.fullmatch(r"[\d\s]+", text) or any(mark in text for mark in "+{}"):
+    if re.match(r"[\d\s]*[+{]|[\d\s]+($|[xX×])", text):
+        Layout.parse(text)  # a wrong layout is said before missing sizes
         sizes = ("hidden_size", "num_heads", "vocab_size")
         missing = [name for name in sizes if name not in overrides]
-        config = {"layout": text, **dict.fromkeys(missing, 1), **overrides}
-        SpiralConfig.from_dict(config)  # a wrong layout is said before missing sizes
         if missing:
             raise ConfigError(
                 f"layout {text!r} says nothing of the sizes: give {', '.join(missing)}, or name a "
                 "preset such as spiral-b-nano-mesh and change its layout"
             )
-        return SpiralConfig.from_dict(config)
-    return preset(text)
+        return SpiralConfig.from_dict({"layout": text, **overrides})
+    if text.endswith(".json") or "/" in text:
+        return SpiralConfig.load(text).replace(**overrides)
+    return preset(text)  # says which names are near
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
@@ -142,6 +141,8 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
         name, text = name.strip(), text.strip()
         if not equals or not name:
             raise ConfigError(f"setting {setting!r}: write field=value, for example shift=parallel")
+        if name not in types:
+            SpiralConfig.from_dict({name: text})  # says which field is near
         fields[name] = text if types.get(name) == "str" else _value(text)
     return fields
 

@@ -21,11 +21,8 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, (L, R/2) or (B, 1, L, R/2)
 class LayerCache(Protocol):
     """Where one layer's keys and values live between calls (see `spiralformer.decode`)."""
 
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Stores new keys and values; returns all that may be attended to, and the mask.
-
-        A mask of None means plain causal attention: the new tokens are all there is.
-        """
+    def __call__(self, attend: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores the new keys and values and attends to all that the new queries may see."""
 
 
 def make_norm(config: SpiralConfig) -> nn.Module:
@@ -51,10 +48,14 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Attend(nn.Module):
-    """softmax(q·kᵀ/√K)·v. A module of its own so that a probe can hook what was really attended."""
+    """softmax(q·kᵀ/√K)·v. A module of its own so that a probe can hook what was really attended.
+
+    Without a mask, many queries attend causally, and a single query attends to all keys.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        causal = mask is None and q.shape[-2] > 1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
 
 class Attention(nn.Module):
@@ -69,10 +70,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B L 3 H K
         qk, v = qkv[:, :, :2].permute(2, 0, 3, 1, 4), qkv[:, :, 2].transpose(1, 2)
         q, k = rotate(qk, rope).unbind(0)  # B H L K
-        mask = None
-        if cache is not None:
-            k, v, mask = cache.update(k, v)
-        y = self.attend(q, k, v, mask)
+        y = self.attend(q, k, v) if cache is None else cache(self.attend, q, k, v)
         return self.out(y.transpose(1, 2).flatten(2))
 
 

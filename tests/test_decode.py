@@ -1,0 +1,198 @@
+"""Laws of decoding: a state advanced in any way gives what the forward pass gives."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spiralformer import SpiralConfig
+from spiralformer.decode import DecodeState, StateError, extend, prefill, step
+from tests.strategies import VOCAB, build, configs, tokens
+
+SMALL = {"hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB, "max_length": 128}
+PAPER_B = SpiralConfig(layout="1+2x{1/8,1/4,1/2,1}+1", **SMALL)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+@given(configs(), st.integers(1, 28), st.integers(0, 3), st.data())
+def test_every_split_into_prefill_and_steps_gives_the_forward_pass(config, length, seed, data):
+    model, ids = build(config, seed), tokens(1, length)
+    with torch.no_grad():
+        full = model(ids)
+    split = data.draw(st.integers(0, length))
+    state = DecodeState.empty(model, 1, capacity=data.draw(st.integers(1, 40)))
+    got = []
+    if split:
+        got.append(model.head(extend(model, state, ids[:, :split])))
+    for i in range(split, length):
+        got.append(model.head(step(model, state, ids[:, i]))[:, None])
+    close(torch.cat(got, 1), full)
+    assert state.lengths == [length]
+
+
+@given(configs(), st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 3))
+def test_extending_by_any_pieces_gives_the_forward_pass(config, pieces, seed):
+    model, ids = build(config, seed), tokens(1, sum(pieces))
+    state = DecodeState.empty(model, 1, capacity=1)
+    got = [
+        model.head(extend(model, state, piece))
+        for piece in ids.split(pieces, dim=1)
+        if piece.shape[1]
+    ]
+    if got:
+        with torch.no_grad():
+            close(torch.cat(got, 1), model(ids))
+
+
+@given(
+    configs(),
+    st.lists(st.lists(st.integers(0, 7), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.integers(0, 3),
+)
+def test_every_row_of_a_ragged_batch_equals_itself_alone(config, rows, seed):
+    """Each row is advanced by its own numbers of tokens, then by three common steps."""
+    model = build(config, seed)
+    batch, steps = len(rows), 3
+    ids = tokens(batch, 21 + steps)
+    state = DecodeState.empty(model, batch, capacity=2)
+    got: list[list[torch.Tensor]] = [[] for _ in rows]
+    for call in range(3):
+        new = [row[call] for row in rows]
+        if not max(new):
+            continue
+        padded = torch.full((batch, max(new)), VOCAB - 1)
+        for b, n in enumerate(new):
+            padded[b, :n] = ids[b, state.lengths[b] : state.lengths[b] + n]
+        out = model.head(extend(model, state, padded, new))
+        for b, n in enumerate(new):
+            got[b].append(out[b, :n])
+    for _ in range(steps):
+        token = torch.stack([ids[b, length] for b, length in enumerate(state.lengths)])
+        out = model.head(step(model, state, token))
+        for b in range(batch):
+            got[b].append(out[b : b + 1])
+    with torch.no_grad():
+        for b, length in enumerate(state.lengths):
+            close(torch.cat(got[b]), model(ids[b : b + 1, :length])[0])
+
+
+@given(configs(), st.integers(1, 20), st.integers(0, 12), st.integers(0, 3), st.data())
+def test_truncated_tokens_might_never_have_been_seen(config, length, history, seed, data):
+    model, batch = build(config, seed), 2
+    ids, other = tokens(batch, 40), tokens(batch, 40, seed=9)
+    state = DecodeState.empty(model, batch, capacity=4, history=history)
+    new = [length, data.draw(st.integers(1, length))]
+    extend(model, state, ids[:, :length], new)
+    back = [data.draw(st.integers(0, min(history, n))) for n in new]
+    kept = [n - b for n, b in zip(new, back, strict=True)]
+    state.truncate(model, kept)
+    out = model.head(extend(model, state, other[:, :7]))
+    more = model.head(step(model, state, other[:, 7]))
+    with torch.no_grad():
+        for b, n in enumerate(kept):
+            text = torch.cat((ids[b, :n], other[b, :8]))[None]
+            full = model(text)[0, n:]
+            close(torch.cat((out[b], more[b : b + 1])), full)
+
+
+def test_truncating_beyond_the_history_is_refused():
+    model = build(PAPER_B)
+    _, state = prefill(model, tokens(1, 20), history=4)
+    with pytest.raises(StateError, match="row 0 of 20 tokens cannot be truncated to 15"):
+        state.truncate(model, [15])
+    state.truncate(model, [16])
+    with pytest.raises(StateError):
+        state.truncate(model, [15])
+    state.truncate(model, [0])
+    close(
+        model.head(extend(model, state, tokens(1, 9, seed=3))), model(tokens(1, 9, seed=3)).detach()
+    )
+
+
+def test_forked_and_reordered_rows_go_their_own_way():
+    model, ids = build(PAPER_B), tokens(2, 30)
+    _, state = prefill(model, ids[:, :13], [13, 9])
+    fork = state.fork(2)
+    assert fork.lengths == [13, 13, 9, 9]
+    step(model, fork, tokens(4, 1, seed=5)[:, 0])  # must not touch the original
+    state.reorder([1, 0])
+    out = model.head(step(model, state, ids[:, 20]))
+    for row, source, length in ((0, 1, 9), (1, 0, 13)):
+        text = torch.cat((ids[source, :length], ids[row, 20:21]))[None]
+        close(out[row], model(text)[0, -1].detach())
+
+
+@given(configs(), st.integers(1, 20))
+def test_capacity_growth_changes_nothing(config, length):
+    model, ids = build(config), tokens(1, length)
+    outs = []
+    for capacity in (1, 64):
+        state = DecodeState.empty(model, 1, capacity=capacity)
+        outs.append(torch.stack([step(model, state, ids[:, i]) for i in range(length)]))
+    assert torch.equal(*outs)
+
+
+def count_core_passes(model, length: int) -> list[int]:
+    """How often the core's first block ran at each token."""
+    state = DecodeState.empty(model, 1, capacity=length)
+    ran: list[int] = []
+    hooks = [
+        core.blocks[0].register_forward_pre_hook(lambda *_: ran.append(1)) for core in model.cores
+    ]
+    counts = []
+    for i in range(length):
+        ran.clear()
+        step(model, state, tokens(1, 1)[:, 0])
+        counts.append(len(ran))
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def test_overlap_runs_at_most_two_core_passes_a_token_and_1_875_on_average():
+    counts = count_core_passes(build(PAPER_B), 64)
+    assert sum(counts) / 64 == 1.875
+    assert max(counts) == 2
+
+
+@given(configs(), st.integers(1, 30))
+def test_core_passes_are_those_the_geometry_triggers(config, length):
+    model = build(config)
+    due = [[it for it in config.iterations if it.triggers(i)] for i in range(length)]
+    if not any(it.lags for it in config.iterations):
+        assert count_core_passes(model, length) == [len(its) for its in due]
+    elif config.parsed_layout.tied and all(it.lags for it in config.iterations[:-1]):
+        assert count_core_passes(model, length) == [bool(its) for its in due]
+
+
+def test_parallel_regime_runs_one_batched_pass_a_token():
+    assert count_core_passes(build(PAPER_B.replace(shift="parallel")), 32) == [1] * 32
+
+
+def test_only_rows_that_trigger_run_a_coarse_pass():
+    model = build(PAPER_B.replace(layout="1+1x{1/8}+1"))
+    _, state = prefill(model, tokens(3, 12), [11, 3, 5])  # ω=4: positions 3, 11, … complete a chunk
+    sizes = []
+    hook = model.cores[0].register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[0]))
+    step(model, state, tokens(3, 1)[:, 0])
+    hook.remove()
+    assert sizes == [2]
+
+
+def test_a_state_of_another_model_is_refused():
+    model, other = build(PAPER_B), build(PAPER_B.replace(layout="1+1x{1/2,1}+1"))
+    state = DecodeState.empty(model, 1)
+    with pytest.raises(StateError, match="another model"):
+        step(other, state, tokens(1, 1)[:, 0])
+
+
+def test_a_fixed_capacity_is_kept():
+    model = build(PAPER_B)
+    state = DecodeState.empty(model, 1, capacity=4, fixed=True)
+    extend(model, state, tokens(1, 4))
+    with pytest.raises(StateError, match="5 tokens do not fit the fixed capacity of 4"):
+        step(model, state, tokens(1, 1)[:, 0])
+    assert state.lengths == [4]
