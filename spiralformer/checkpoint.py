@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(folder: str | Path) -> SpiralConfig:
-    """The configuration of a model folder; fields that other tools put beside ours are passed by."""
+    """The configuration of a model folder; fields that other tools add are passed by."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -82,7 +82,11 @@ def load_model(
     if missing or extra or wrong:
         parts = [
             f"{word} {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            for word, names in (("misses", missing), ("has unknown", extra), ("wrong shape of", wrong))
+            for word, names in (
+                ("misses", missing),
+                ("has unknown", extra),
+                ("wrong shape of", wrong),
+            )
             if names
         ]
         raise CheckpointError(f"{folder}: the weights do not fit config.json: {'; '.join(parts)}")
@@ -165,7 +169,6 @@ def tokenizer_files(source: str | Path) -> list[Path]:
     source = Path(source)
     if source.is_file():
         return [source]
-    found = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if not found:
+    if not (source / "tokenizer.json").is_file():
         raise CheckpointError(f"{source}: has no tokenizer.json")
-    return found
+    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]

@@ -11,6 +11,7 @@ import sys
 from spiralformer.errors import UserError
 
 COMMANDS = {
+    "generate": "continue prompts with a trained model",
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
     "data": "text to token shards, for training",
 }

@@ -205,7 +205,7 @@ class SpiralConfig:
     # ------------------------------------------------------------------ building
 
     def __post_init__(self) -> None:
-        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        fix = lambda name, value: object.__setattr__(self, name, value)
         fix("layout", str(Layout.parse(self.layout)))
         for name in ("hidden_size", "num_heads", "vocab_size", "max_length"):
             self._check_size(name)

@@ -32,7 +32,9 @@ def logits(model: SpiralFormer, ids: Tensor) -> Tensor:
         z = downscale(model, it, h)
         z_hat = run_stack(model.cores[0 if config.parsed_layout.tied else it.index], z)
         u = upscale(model, it, z_hat, len(x))
-        shifted = [u[i - it.shift] if i >= it.shift else torch.zeros_like(x[0]) for i in range(len(x))]
+        shifted = [
+            u[i - it.shift] if i >= it.shift else torch.zeros_like(x[0]) for i in range(len(x))
+        ]
         h, slots = fuse(model, it.index, shifted, h, slots)
     out = run_stack(model.post, h)
     return torch.stack([model.norm(state) @ model.head.weight.T for state in out])
@@ -66,7 +68,7 @@ def downscale(model: SpiralFormer, it: Iteration, h: States) -> States:
             scorer = model.scalings[it.index].down.scorer.weight[0]
             exps = [torch.exp(scorer @ state) for state in chunk]
             weights = [e / sum(exps) for e in exps]
-        z.append(sum(w * state for w, state in zip(weights, chunk, strict=True)))
+        z.append(torch.stack([w * state for w, state in zip(weights, chunk, strict=True)]).sum(0))
     return z
 
 
@@ -80,7 +82,7 @@ def upscale(model: SpiralFormer, it: Iteration, z_hat: States, length: int) -> S
             u.append(z_hat[j])
         else:
             if model.config.upscale == "uniform":
-                beta = 1 / it.chunk
+                beta = torch.full_like(z_hat[j][0], 1 / it.chunk)
             else:
                 router = model.scalings[it.index].up.router
                 exps = torch.exp(router.weight @ z_hat[j] + router.bias)

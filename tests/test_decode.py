@@ -143,7 +143,7 @@ def count_core_passes(model, length: int) -> list[int]:
         core.blocks[0].register_forward_pre_hook(lambda *_: ran.append(1)) for core in model.cores
     ]
     counts = []
-    for i in range(length):
+    for _ in range(length):
         ran.clear()
         step(model, state, tokens(1, 1)[:, 0])
         counts.append(len(ran))

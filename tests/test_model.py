@@ -88,7 +88,9 @@ def test_rows_of_a_batch_are_independent():
     with torch.no_grad():
         together = model(ids)
         for row in range(3):
-            torch.testing.assert_close(together[row], model(ids[row : row + 1])[0], atol=1e-12, rtol=0)
+            torch.testing.assert_close(
+                together[row], model(ids[row : row + 1])[0], atol=1e-12, rtol=0
+            )
 
 
 # ---------------------------------------------------------------------------- the loss

@@ -64,9 +64,7 @@ def prefill(
 ) -> tuple[Tensor, DecodeState]:
     """One forward pass over right-padded prompts (B, M): output states (B, M, D) and the state."""
     batch, width = ids.shape
-    state = DecodeState.empty(
-        model, batch, max(capacity, width), fixed=fixed, history=history
-    )
+    state = DecodeState.empty(model, batch, max(capacity, width), fixed=fixed, history=history)
     return extend(model, state, ids, lengths), state
 
 
@@ -193,7 +191,10 @@ def absorb(model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor) -> 
         z = part.total / (part.weight[:, None] if scorer else it.chunk)
         if len(plan.rows) == len(plan.new):
             part.total = torch.zeros_like(part.total)
-            part.peak, part.weight = torch.full_like(part.peak, FLOOR), torch.zeros_like(part.weight)
+            part.peak, part.weight = (
+                torch.full_like(part.peak, FLOOR),
+                torch.zeros_like(part.weight),
+            )
             return z[:, None].to(h.dtype)
         ended = torch.tensor([bool(done) for done in plan.done], device=device)
         _clear(part, ended)
@@ -255,8 +256,8 @@ def _clear(part: IterationState, rows: Tensor) -> None:
 def keep(
     model: SpiralFormer, part: IterationState, plan: Plan, found: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Keeps the newest latents. Returns the bank of all that the new tokens may read: the kept ones,
-    then those just `found` (rows, chunks, D), with their allocations."""
+    """Keeps the newest latents. Returns the bank of all that the new tokens may read: those kept
+    before, then those just `found` (rows, chunks, D), with their allocations."""
     if found is None:
         return part.latents, part.allocations
     up = model.scalings[part.it.index].up
@@ -286,12 +287,11 @@ def read(
     if it.chunk == 1 and it.shift == 0:
         return latents[:, kept:]
     if width == 1 and len(set(plan.starts)) == 1:  # every row stands at the same place
-        source = plan.starts[0] - it.shift
-        if source < 0:
+        token = plan.starts[0] - it.shift
+        if token < 0:
             return latents.new_zeros((latents.shape[0], 1, part.latents.shape[2]))
-        place = it.chunk_of(source) - plan.held[0] + kept
-        phase = it.phase_of(source)
-        return latents[:, place : place + 1] * allocations[:, place, phase, None, None]
+        at = it.chunk_of(token) - plan.held[0] + kept
+        return latents[:, at : at + 1] * allocations[:, at, it.phase_of(token), None, None]
     device = latents.device
     starts = torch.tensor(plan.starts, device=device)
     held = torch.tensor(plan.held, device=device)
@@ -311,7 +311,7 @@ def read(
 
 
 def _last(old: Tensor, new: Tensor, counts: Sequence[int]) -> Tensor:
-    """The last W entries of `old` (B, W, D) followed by the first `counts[b]` of `new` (B, M, D)."""
+    """The last W entries of: `old` (B, W, D), then the first `counts[b]` of `new` (B, M, D)."""
     width = old.shape[1]
     both = torch.cat((old, new), 1)
     if len(set(counts)) == 1:

@@ -52,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = lambda g: None if g is None else g * grad.to(g.dtype)  # noqa: E731
+        scale = lambda g: None if g is None else g * grad.to(g.dtype)
         return scale(grad_hidden), scale(grad_weight), None, None
 
 

@@ -6,12 +6,13 @@ Shapes: B batch, L length, D width, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
-from spiralformer.model.layers import Attention, MLP, Stack, make_norm
+from spiralformer.model.layers import MLP, Attention, Stack, make_norm
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
 from spiralformer.model.scaling import Scaling, causal_shift
 from spiralformer.model.topology import TOPOLOGY
@@ -22,6 +23,12 @@ class SpiralFormer(nn.Module):
 
     `targets[:, i]` is the token that follows `ids[:, i]`; targets of -100 do not count.
     """
+
+    pre: Stack
+    post: Stack
+    cores: Any  # a Stack, or one per iteration when the layout is untied
+    scalings: Any  # a Scaling per iteration
+    topology: Any  # Replace, Anchor or MeSH
 
     def __init__(self, config: SpiralConfig) -> None:
         super().__init__()
@@ -86,7 +93,7 @@ class SpiralFormer(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std)
-                if getattr(module, "bias", None) is not None:
+                if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
                 module.reset_parameters()

@@ -77,7 +77,9 @@ class MeSH(nn.Module):
         write, read = self.route(router, h)
         memory = Memory(memory.x, (*memory.updates, u), (*memory.writes, write))
         state = read[..., :1] * memory.x
-        for coefficient, update in zip(self.coefficients(memory, read), memory.updates, strict=True):
+        for coefficient, update in zip(
+            self.coefficients(memory, read), memory.updates, strict=True
+        ):
             state = torch.addcmul(state, coefficient, update)
         return state, memory
 

@@ -1,0 +1,217 @@
+"""Generation: ragged batches of prompts, one token at a time, each row by itself.
+
+A row's tokens depend on its prompt, the sampling settings and its seed only: never on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spiralformer.decode.state import DecodeState
+from spiralformer.decode.step import extend, step
+from spiralformer.errors import UserError
+from spiralformer.model import SpiralFormer
+
+
+class RequestError(UserError, ValueError):
+    """A generation request that cannot be served."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 is greedy; the defaults cut nothing off."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # keep the k likeliest; 0 keeps all
+    top_p: float = 1.0  # keep the likeliest until their probabilities sum to p
+    min_p: float = 0.0  # keep what is at least min_p times as likely as the likeliest
+    repetition_penalty: float = 1.0  # divides (or multiplies, if negative) logits of seen tokens
+    seed: int = 0  # row b draws from the generator of seed + b
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": (0 <= self.temperature < math.inf, "at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0"),
+        }
+        for name, (legal, rule) in rules.items():
+            if not legal:
+                raise RequestError(f"{name} {getattr(self, name)} must be {rule}")
+
+
+GREEDY = Sampling(temperature=0)
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution of one row's next token after temperature and the cuts, (V) → (V)."""
+    logits = logits.double() / sampling.temperature
+    if sampling.top_k and sampling.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    p = logits.softmax(-1)
+    if sampling.min_p:
+        p = p.masked_fill(p < sampling.min_p * p.max(), 0)
+    if sampling.top_p < 1:
+        ordered, index = (p / p.sum()).sort(descending=True)
+        before = ordered.cumsum(-1) - ordered  # mass of all likelier tokens
+        p[index[before >= sampling.top_p]] = 0
+    return p / p.sum()
+
+
+def penalise(logits: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
+    """Makes the tokens seen so far less likely (Keskar et al., 2019)."""
+    if penalty == 1 or not seen:
+        return logits
+    index = torch.tensor(sorted(set(seen)), device=logits.device)
+    old = logits[index]
+    return logits.index_copy(0, index, torch.where(old > 0, old / penalty, old * penalty))
+
+
+def choose(logits: Tensor, seen: Sequence[int], sampling: Sampling, rng: torch.Generator) -> int:
+    logits = penalise(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(probabilities(logits.cpu(), sampling), 1, generator=rng))
+
+
+@dataclass
+class Row:
+    """One sequence under way."""
+
+    prompt: list[int]
+    rng: torch.Generator
+    new: list[int]
+    stopped: str = ""  # why it ended: "stop", "length" or "" while it goes on
+
+
+@torch.no_grad()
+def stream(
+    model: SpiralFormer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    advance: Callable[[SpiralFormer, DecodeState, Tensor], Tensor] = step,
+) -> Iterator[tuple[int, int]]:
+    """Yields (row, token) as the tokens are found.
+
+    A row ends after a token of `stop_ids`, when `stop(its new tokens)` is true, after
+    `max_new_tokens`, or when the model's longest sequence is full; ended rows cost nothing more.
+    `advance` is the step to use (a compiled one, say).
+    """
+    rows = check_prompts(model, prompts, max_new_tokens, sampling)
+    device = model.embedding.weight.device
+    longest = max(len(row.prompt) for row in rows)
+    state = DecodeState.empty(
+        model, len(rows), capacity=min(longest + max_new_tokens, 2 * longest + 256)
+    )
+    lengths = [len(row.prompt) for row in rows]
+    ids = torch.zeros((len(rows), longest), dtype=torch.long, device=device)
+    for b, row in enumerate(rows):
+        ids[b, : lengths[b]] = torch.tensor(row.prompt, device=device)
+    hidden = extend(model, state, ids, lengths)
+    last = torch.tensor(lengths, device=device) - 1
+    hidden = hidden[torch.arange(len(rows), device=device), last]  # B D
+    live = list(range(len(rows)))  # state row k holds rows[live[k]]
+    while True:
+        logits = model.head(hidden)  # B V
+        for k, b in enumerate(live):
+            row = rows[b]
+            token = choose(logits[k], row.prompt + row.new, sampling, row.rng)
+            row.new.append(token)
+            if token in stop_ids or (stop is not None and stop(row.new)):
+                row.stopped = "stop"
+            elif len(row.new) >= max_new_tokens or state.lengths[k] >= model.config.max_length:
+                row.stopped = "length"
+            yield b, token
+        going = [k for k, b in enumerate(live) if not rows[b].stopped]
+        if not going:
+            return
+        if len(going) < len(live):
+            state.reorder(going)
+            live = [live[k] for k in going]
+        newest = torch.tensor([rows[b].new[-1] for b in live], device=device)
+        hidden = advance(model, state, newest)
+
+
+def generate(
+    model: SpiralFormer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options
+) -> list[list[int]]:
+    """The new tokens of each prompt. Options as for `stream`."""
+    found: list[list[int]] = [[] for _ in prompts]
+    for row, token in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
+        found[row].append(token)
+    return found
+
+
+def check_prompts(
+    model: SpiralFormer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+) -> list[Row]:
+    config = model.config
+    if not prompts:
+        raise RequestError("no prompt was given")
+    if max_new_tokens < 1:
+        raise RequestError(f"max_new_tokens {max_new_tokens} must be at least 1")
+    rows = []
+    for b, prompt in enumerate(prompts):
+        if not prompt:
+            raise RequestError(f"prompt {b} is empty; give at least one token")
+        if len(prompt) > config.max_length:
+            raise RequestError(
+                f"prompt {b} has {len(prompt)} tokens, and the model's max_length is "
+                f"{config.max_length}; shorten it"
+            )
+        wrong = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"prompt {b} has token {wrong}, outside 0…{config.vocab_size - 1}; "
+                "was it made with another model's tokenizer?"
+            )
+        rng = torch.Generator().manual_seed(sampling.seed + b)
+        rows.append(Row(list(prompt), rng, []))
+    return rows
+
+
+class TextStream:
+    """Turns a growing list of tokens into text that can be printed as it comes.
+
+    Holds back what may still change: an unfinished UTF-8 character shows as U+FFFD, and a stop
+    string may be under way.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
+        self.decode, self.stops = decode, [s for s in stops if s]
+        self.printed = 0
+
+    def text(self, tokens: list[int]) -> str:
+        """All the text, cut before the first stop string."""
+        text = self.decode(tokens)
+        ends = [at for s in self.stops if (at := text.find(s)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def stopped(self, tokens: list[int]) -> bool:
+        text = self.decode(tokens)
+        return any(s in text for s in self.stops)
+
+    def push(self, tokens: list[int], *, final: bool = False) -> str:
+        """What may be printed now and was not printed before."""
+        text = self.text(tokens)
+        if not final and not self.stopped(tokens):
+            text = text.rstrip("�")
+            held = max(
+                (n for s in self.stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+            )
+            text = text[: len(text) - held]
+        piece, self.printed = text[self.printed :], max(self.printed, len(text))
+        return piece

@@ -1,0 +1,193 @@
+"""Laws of generation, and its command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from spiralformer import SpiralConfig
+from spiralformer.checkpoint import save_model
+from spiralformer.cli import main
+from spiralformer.decode import GREEDY, RequestError, Sampling, generate, stream
+from spiralformer.decode.generate import TextStream, penalise, probabilities
+from spiralformer.train.tokenizer import byte_tokenizer
+from tests.strategies import VOCAB, build, tokens
+
+CONFIG = SpiralConfig(
+    layout="1+1x{1/4,1/3,1}+1", hidden_size=32, num_heads=4, vocab_size=VOCAB, max_length=96
+)
+RAGGED = [tokens(n, seed=n).tolist() for n in (1, 5, 12)]
+
+
+def naive_greedy(model, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("shift", ["overlap", "parallel"])
+def test_greedy_equals_rerunning_the_whole_prefix(shift):
+    model = build(CONFIG.replace(shift=shift))
+    got = generate(model, RAGGED, max_new_tokens=20)
+    assert got == [naive_greedy(model, prompt, 20) for prompt in RAGGED]
+
+
+def test_a_sampled_row_does_not_depend_on_its_batch():
+    model = build(CONFIG)
+    sampling = Sampling(temperature=1.3, top_k=9, top_p=0.95, seed=7)
+    together = generate(model, RAGGED, max_new_tokens=16, sampling=sampling)
+    for b, prompt in enumerate(RAGGED):
+        alone = Sampling(temperature=1.3, top_k=9, top_p=0.95, seed=7 + b)
+        assert generate(model, [prompt], max_new_tokens=16, sampling=alone) == [together[b]]
+    other = Sampling(temperature=1.3, top_k=9, top_p=0.95, seed=100)
+    assert generate(model, RAGGED, max_new_tokens=16, sampling=other) != together
+
+
+def test_rows_end_by_themselves_at_stop_ids():
+    model = build(CONFIG)
+    free = generate(model, RAGGED, max_new_tokens=20)
+    stop = free[1][3]
+    got = generate(model, RAGGED, max_new_tokens=20, stop_ids=[stop])
+    for one, whole in zip(got, free, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert one == whole[:end]
+
+
+def test_generation_ends_when_the_longest_sequence_is_full():
+    model = build(CONFIG.replace(max_length=16))
+    assert len(generate(model, [RAGGED[2]], max_new_tokens=50)[0]) == 16 - 12 + 1
+
+
+def test_tokens_stream_one_at_a_time():
+    model = build(CONFIG)
+    seen = []
+    for row, token in stream(model, RAGGED, max_new_tokens=3):
+        seen.append(row)
+        assert 0 <= token < VOCAB
+    assert seen == [0, 1, 2] * 3
+
+
+def test_the_cuts_keep_what_they_say():
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
+    plain = logits.double().softmax(-1)
+
+    def kept(**cut) -> list[int]:
+        return probabilities(logits, Sampling(**cut)).nonzero().flatten().tolist()
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_p=float(plain[0]) + 1e-6) == [0, 1]
+    assert kept(top_p=float(plain[0]) - 1e-6) == [0]
+    assert kept(min_p=0.13) == [0, 1, 2]  # e^-2 = 0.135 of the likeliest
+    assert kept(min_p=0.14) == [0, 1]
+    hot = probabilities(logits, Sampling(temperature=2.0))
+    torch.testing.assert_close(hot, (logits.double() / 2).softmax(-1))
+    assert probabilities(logits, Sampling(top_k=3, top_p=0.9)).sum() == pytest.approx(1)
+
+
+def test_repetition_penalty_lowers_seen_tokens_whatever_their_sign():
+    out = penalise(torch.tensor([2.0, -2.0, 1.0]), [0, 1, 1], 2.0)
+    assert out.tolist() == [1.0, -4.0, 1.0]
+
+
+def test_text_stream_holds_back_stop_strings_and_unfinished_characters():
+    raw = "né STOP rest".encode()
+    text = TextStream(lambda ids: bytes(ids).decode(errors="replace"), ["STOP"])
+    pieces = [text.push(list(raw[: n + 1])) for n in range(len(raw))]
+    assert "".join(pieces) == "né "
+    assert pieces[:3] == ["n", "", "é"]
+    assert text.stopped(list(raw[:8]))
+    assert not text.stopped(list(raw[:7]))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count", "message"),
+    [
+        ([], 5, "no prompt"),
+        ([[]], 5, "prompt 0 is empty"),
+        ([[1], [VOCAB]], 5, f"prompt 1 has token {VOCAB}, outside 0…{VOCAB - 1}"),
+        ([[1] * 97], 5, "prompt 0 has 97 tokens, and the model's max_length is 96"),
+        ([[1]], 0, "max_new_tokens 0"),
+    ],
+)
+def test_bad_requests_are_refused(prompts, count, message):
+    with pytest.raises(RequestError, match=message):
+        generate(build(CONFIG), prompts, max_new_tokens=count, sampling=GREEDY)
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 0}, {"temperature": -1}, {"min_p": 2}, {"top_k": -1}])
+def test_bad_sampling_is_refused(wrong):
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    model = build(CONFIG.replace(vocab_size=tokenizer.vocab_size), dtype=torch.float32)
+    save_model(model, tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_command_prints_the_continuation_and_its_speed(folder):
+    command = [sys.executable, "-m", "spiralformer.cli", "generate", str(folder)]
+    command += ["--prompt", "def f", "--max-new-tokens", "9", "--temperature", "0"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"def f")
+    assert b"tokens/s" in done.stderr
+
+
+def damage(folder, how: str) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if how == "missing weights":
+        weights.unlink()
+    elif how == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif how == "another model":
+        config.write_text(json.dumps({"model_type": "llama"}))
+    elif how == "weights of another size":
+        config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing weights", "model.safetensors: no such file"),
+        ("truncated weights", "model.safetensors: damaged"),
+        ("another model", "model_type is 'llama', not 'spiralformer'"),
+        ("weights of another size", "the weights do not fit config.json: wrong shape"),
+        ("no tokenizer", "has no tokenizer.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_said_in_a_line(folder, capsys, how, message):
+    damage(folder, how)
+    assert main(["generate", str(folder), "--prompt", "x"]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out
+
+
+def test_wrong_arguments_are_said_in_a_line(folder, tmp_path, capsys):
+    for extra, message in (
+        ([], "give a prompt"),
+        (["--prompt", ""], "prompt 0 is empty"),
+        (["--prompt", "x", "--top-p", "0"], "top_p 0.0 must be in (0, 1]"),
+        (["--prompt-file", str(tmp_path / "nowhere")], "cannot be read"),
+        (["--prompt", "x", "--device", "nowhere"], "--device nowhere"),
+    ):
+        assert main(["generate", str(folder), *extra]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    assert "no such folder" in capsys.readouterr().err
