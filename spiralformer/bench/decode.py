@@ -1,0 +1,104 @@
+"""Tokens per second of decoding: ours beside Hugging Face's, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from spiralformer.accounting import weights_read_per_token
+from spiralformer.bench.peers import build, family, hugging_face
+from spiralformer.bench.results import Bar, Results
+from spiralformer.bench.timing import interleave, table
+from spiralformer.decode import generate
+from spiralformer.decode.compiled import compile_for
+from spiralformer.decode.step import EAGER, Runner
+
+NAMES = ("baseline", "looped", "spiral-b", "spiral-b parallel")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@torch.no_grad()
+def run(
+    scale: str = "160m",
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    tokens: int = 48,
+    repeats: int = 5,
+    context: int = 2048,
+    compiled: bool = True,
+) -> Results:
+    results = Results("decode", {"scale": scale, "tokens": tokens, "repeats": repeats})
+    shapes = {
+        "batch 1": [[7] * 8],
+        "batch 8, ragged": [[7] * (8 + 5 * row) for row in range(8)],
+        f"batch 1 after {context} tokens": [[7] * context],
+    }
+    for dtype in dtypes:
+        for shape, prompts in shapes.items():
+            speeds = measure(scale, dtype, prompts, tokens, repeats, compiled)
+            show(results, scale, dtype, shape, speeds)
+            if shape == "batch 1":
+                add_bars(results, dtype, speeds)
+    return results
+
+
+def measure(
+    scale: str, dtype: str, prompts: list[list[int]], tokens: int, repeats: int, compiled: bool
+) -> dict[str, float]:
+    """Tokens per second of each case, after the prompts have been read."""
+    configs = family(scale)
+    cases: dict[str, Callable[[int], None]] = {}
+    peer = hugging_face(configs["baseline"], DTYPES[dtype]).eval()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    cases["hugging face"] = lambda n: peer.generate(
+        ids, attention_mask=mask, max_new_tokens=n, do_sample=False, pad_token_id=0
+    )
+    for name in NAMES:
+        model = build(configs[name], DTYPES[dtype]).eval()
+
+        def case(n: int, model=model, runner: Runner = EAGER) -> None:
+            generate(model, prompts, max_new_tokens=n, runner=runner)
+
+        cases[f"{name}, eager"] = case
+        if compiled and len(prompts) == 1:
+            runner = compile_for(model, batch=1)
+            cases[f"{name}, compiled"] = lambda n, model=model, runner=runner: case(
+                n, model, runner
+            )
+    for case in cases.values():
+        case(tokens + 1)  # warm every length that will be timed
+    long = interleave({k: lambda c=c: c(tokens + 1) for k, c in cases.items()}, repeats, dtype)
+    read = interleave({k: lambda c=c: c(1) for k, c in cases.items()}, repeats, dtype)
+    return {k: len(prompts) * tokens / (long[k] - read[k]) for k in cases}
+
+
+def show(results: Results, scale: str, dtype: str, shape: str, speeds: dict[str, float]) -> None:
+    size = DTYPES[dtype].itemsize
+    configs, rows = family(scale), []
+    for name, speed in speeds.items():
+        config = configs[name.split(",")[0] if "," in name else "baseline"]
+        rate = weights_read_per_token(config) * size * speed / 1e9 if shape != "batch 8" else None
+        ratio = speed / speeds["hugging face"]
+        rows.append([name, f"{speed:.1f}", f"{ratio:.2f}×", f"{rate:.1f}"])
+        results.measurements.append(
+            {"dtype": dtype, "shape": shape, "case": name, "tokens_per_second": speed}
+        )
+    print(f"\ndecode, {scale} shapes, {dtype}, {shape}")
+    print(table(rows, ["", "tokens/s", "÷ HF", "weights GB/s"]), flush=True)
+
+
+def add_bars(results: Results, dtype: str, speeds: dict[str, float]) -> None:
+    best = {name: max(v for k, v in speeds.items() if k.startswith(f"{name},")) for name in NAMES}
+    baseline, parallel = best["baseline"], best["spiral-b parallel"]
+
+    def bar(name: str, figure: float, limit: float) -> None:
+        results.bars.append(Bar(f"{dtype}: {name}", figure, limit, at_least=True))
+
+    bar("our baseline ÷ Hugging Face", baseline / speeds["hugging face"], 2.0)
+    bar("SpiralFormer-B overlap ÷ LoopedFormer", best["spiral-b"] / best["looped"], 1.0)
+    if dtype == "float32":
+        bar("SpiralFormer-B parallel ÷ our baseline", parallel / baseline, 1.2)
+    else:
+        bar("SpiralFormer-B parallel ÷ overlap", parallel / best["spiral-b"], 1.0)

@@ -1,0 +1,80 @@
+"""What a benchmark found: measurements, and bars that hold or do not."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Bar:
+    """A promise about a ratio, and what was measured."""
+
+    name: str
+    figure: float
+    limit: float
+    at_least: bool  # or at most
+
+    @property
+    def holds(self) -> bool:
+        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
+
+    def __str__(self) -> str:
+        sign = "≥" if self.at_least else "≤"
+        verdict = "holds" if self.holds else "DOES NOT HOLD"
+        return f"{verdict:<13} {self.figure:6.3f} {sign} {self.limit:.3f}  {self.name}"
+
+
+@dataclass
+class Results:
+    benchmark: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    measurements: list[dict[str, Any]] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+
+    def summary(self) -> str:
+        lines = [str(bar) for bar in self.bars]
+        held = sum(bar.holds for bar in self.bars)
+        return "\n".join([*lines, f"{self.benchmark}: {held} of {len(self.bars)} bars hold"])
+
+    def save(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"bench-{self.benchmark}.json"
+        bars = [{**asdict(bar), "holds": bar.holds} for bar in self.bars]
+        found = {
+            "benchmark": self.benchmark,
+            "machine": machine(),
+            "settings": self.settings,
+            "measurements": self.measurements,
+            "bars": bars,
+        }
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def machine() -> dict[str, Any]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    return {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        return next(
+            line.split(":", 1)[1].strip()
+            for line in text.splitlines()
+            if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
