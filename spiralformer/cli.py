@@ -12,8 +12,14 @@ from spiralformer.errors import UserError
 
 COMMANDS = {
     "generate": "continue prompts with a trained model",
+    "bench": "speed and memory beside peers, as ratios within one run",
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
     "data": "text to token shards, for training",
+    "train": "train a model, or go on training it",
+    "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",
+    "export": "a model folder for those who do not have this package",
+    "eval": "the paper's tables for checkpoints, ours or any Hugging Face causal language model",
+    "probe": "what each iteration of a trained loop attends to: figures and a report",
 }
 
 

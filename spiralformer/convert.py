@@ -1,8 +1,8 @@
 """GPT-NeoX (Pythia) checkpoints ⇄ our baseline, weight for weight.
 
-With LayerNorm and unscaled embeddings the plain layout "24" *is* GPT-NeoX. Only the names differ and
-the order of the packed projection: GPT-NeoX keeps q, k, v of a head together, we keep all heads of
-q, then of k, then of v. Dropout, which does not change what a trained model computes, is dropped.
+With LayerNorm and unscaled embeddings the plain layout "24" *is* GPT-NeoX. Only the names differ,
+and the order of the packed projection: GPT-NeoX keeps q, k and v of a head together, we keep all
+heads of q, then of k, then of v. Dropout, which changes nothing in a trained model, is left out.
 
 Shapes: H heads, K head size.
 """
@@ -71,7 +71,8 @@ def read_config(fields: dict[str, Any], path: Path) -> SpiralConfig:
 
     # the rotary fields have moved: rotary_pct and rotary_emb_base, then rope_parameters
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in (None, "default"):
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
+    if kind not in (None, "default"):
         name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
         raise refuse(name, rope, "scaled rotary positions cannot be represented")
     base = rope.get("rope_theta", fields.get("rotary_emb_base", fields.get("rope_theta", 10000)))
@@ -98,11 +99,11 @@ def read_config(fields: dict[str, Any], path: Path) -> SpiralConfig:
 
 
 def write_config(config: SpiralConfig) -> dict[str, Any]:
-    """The GPT-NeoX fields of a configuration, by the older rotary names, which every version reads."""
+    """The GPT-NeoX fields, with the older rotary names, which every version reads."""
     if config.num_iterations:
         raise CheckpointError(
-            f"layout {config.layout!r} has a loop; GPT-NeoX has only plain layers (a layout such as "
-            '"24")'
+            f"layout {config.layout!r} has a loop; GPT-NeoX has only plain layers, as in "
+            'the layout "24"'
         )
     for field, wanted in (("norm", "layernorm"), ("scale_embeddings", False)):
         if getattr(config, field) != wanted:

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     from spiralformer.checkpoint import load_model, tokenizer_files
     from spiralformer.decode.generate import Sampling, TextStream, stream
-    from spiralformer.decode.step import step
+    from spiralformer.decode.step import EAGER
     from spiralformer.train.tokenizer import load_tokenizer
 
     sampling = Sampling(
@@ -74,13 +74,13 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.checkpoint)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     stop_ids = [] if args.ignore_eos else [tokenizer.eot_id]
-    advance = step
+    runner = EAGER
     if args.compile:
-        from spiralformer.decode.compiled import compiled_step
+        from spiralformer.decode.compiled import compile_for
 
         print("compiling the decode step …", end=" ", file=sys.stderr, flush=True)
         begun = time.perf_counter()
-        advance = compiled_step(model, batch=len(ids))
+        runner = compile_for(model, batch=len(ids))
         print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
 
     found: list[list[int]] = [[] for _ in ids]
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         sampling=sampling,
         stop_ids=stop_ids,
         stop=texts[0].stopped if args.stop else None,
-        advance=advance,
+        runner=runner,
     ):
         if not count:
             first = time.perf_counter()

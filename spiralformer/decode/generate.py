@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spiralformer.decode.state import DecodeState
-from spiralformer.decode.step import extend, step
+from spiralformer.decode.step import EAGER, Runner, extend, step
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 
@@ -99,13 +99,13 @@ def stream(
     sampling: Sampling = GREEDY,
     stop_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
-    advance: Callable[[SpiralFormer, DecodeState, Tensor], Tensor] = step,
+    runner: Runner = EAGER,
 ) -> Iterator[tuple[int, int]]:
     """Yields (row, token) as the tokens are found.
 
     A row ends after a token of `stop_ids`, when `stop(its new tokens)` is true, after
     `max_new_tokens`, or when the model's longest sequence is full; ended rows cost nothing more.
-    `advance` is the step to use (a compiled one, say).
+    `runner` may be a compiled one.
     """
     rows = check_prompts(model, prompts, max_new_tokens, sampling)
     device = model.embedding.weight.device
@@ -122,7 +122,7 @@ def stream(
     hidden = hidden[torch.arange(len(rows), device=device), last]  # B D
     live = list(range(len(rows)))  # state row k holds rows[live[k]]
     while True:
-        logits = model.head(hidden)  # B V
+        logits = runner.head(model, hidden)  # B V
         for k, b in enumerate(live):
             row = rows[b]
             token = choose(logits[k], row.prompt + row.new, sampling, row.rng)
@@ -139,7 +139,7 @@ def stream(
             state.reorder(going)
             live = [live[k] for k in going]
         newest = torch.tensor([rows[b].new[-1] for b in live], device=device)
-        hidden = advance(model, state, newest)
+        hidden = step(model, state, newest, runner)
 
 
 def generate(

@@ -23,6 +23,7 @@ from spiralformer.decode.state import (
     run_stack,
 )
 from spiralformer.model import SpiralFormer
+from spiralformer.model.layers import Stack
 
 
 @dataclass
@@ -107,8 +108,25 @@ def extend(
     return F.pad(out, (0, 0, 0, padding))
 
 
+class Runner:
+    """How the weights are run in a step: eagerly here, compiled in `decode.compiled`."""
+
+    def stack(
+        self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
+    ) -> list[Tensor]:
+        return run_stack(stack, inputs, appends)
+
+    def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
+        return model.head(hidden)
+
+
+EAGER = Runner()
+
+
 @torch.no_grad()
-def step(model: SpiralFormer, state: DecodeState, ids: Tensor) -> Tensor:
+def step(
+    model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = EAGER
+) -> Tensor:
     """Advances every row by one token, ids (B); returns the output states (B, D).
 
     Coarse passes run only for the rows whose chunk completes. Where an iteration lags (s ≥ g), no
@@ -122,7 +140,7 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor) -> Tensor:
     state.reserve(max(starts) + 1)
     x = model.embed(ids)
     append = Append(state.pre, starts, new)
-    v = run_stack(model.pre, [x], [append])[0]
+    v = runner.stack(model.pre, [x], [append])[0]
     h, carrier = model.topology.start(x, v)
     for group in passes(state):
         due: list[tuple[IterationState, Plan, Tensor]] = []
@@ -137,7 +155,7 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor) -> Tensor:
         results = {}
         if due:
             core = model.core(group[0].it.index)
-            outputs = run_stack(core, [z for *_, z in due], [p.append(s) for s, p, _ in due])
+            outputs = runner.stack(core, [z for *_, z in due], [p.append(s) for s, p, _ in due])
             results = {p.it.index: out for (_, p, _), out in zip(due, outputs, strict=True)}
         for part in group:
             plan = Plan(part.it, starts, new)
@@ -145,9 +163,9 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor) -> Tensor:
             if not part.it.lags:
                 u = read(part, plan, 1, *bank)
                 h, carrier = model.topology.update(u, h, carrier, part.it.index)
-    out = model.norm(run_stack(model.post, [h], [Append(state.post, starts, new)])[0])
+    h = runner.stack(model.post, [h], [Append(state.post, starts, new)])[0]
     _advance(state, new)
-    return out[:, 0]
+    return model.norm(h[:, 0])
 
 
 def passes(state: DecodeState) -> list[list[IterationState]]:

@@ -34,8 +34,7 @@ def rotary(positions: Tensor, config: SpiralConfig) -> Rope:
     """Angles of the given positions. Always computed in float32, whatever the model's dtype."""
     size = config.rotary_size
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    with torch.autocast(positions.device.type, enabled=False):
-        angles = positions.float()[..., None] * config.rotary_base**-exponents
+    angles = positions.float()[..., None] * config.rotary_base**-exponents
     return angles.cos(), angles.sin()
 
 

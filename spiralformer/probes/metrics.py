@@ -47,7 +47,7 @@ class AttentionSums:
         self.local += (rows * near).sum((1, 2), dtype=torch.float64)
 
     def entropy(self) -> Tensor:
-        """H, (heads): the entropy of the key-marginal over log n; undefined for fewer than 2 keys."""
+        """H, (heads): entropy of the key-marginal over log n; undefined for fewer than 2 keys."""
         if self.length < 2:
             return torch.full_like(self.local, torch.nan)
         p = self.keys / self.keys.sum(1, keepdim=True)
@@ -104,7 +104,7 @@ def dynamic_heads(delta: np.ndarray, share: Fraction = DYNAMIC_SHARE) -> np.ndar
 
 
 def min_max(delta: np.ndarray) -> np.ndarray:
-    """To [0, 1]; all zero if the spread is negligible or a value is not finite (the paper's rule)."""
+    """To [0, 1]; all zero if the spread is negligible or a value not finite (the paper's rule)."""
     if not delta.size or not np.isfinite(delta).all():
         return np.zeros(delta.shape)
     low, high = delta.min(), delta.max()

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -108,15 +109,13 @@ _NOT_STDLIB = {"test", "tests", "idle_test", "_bundled", "site-packages", "dist-
 
 def stdlib_files() -> list[Path]:
     """The sources of the running Python's standard library, ordered by name."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [path.relative_to(root) for path in root.rglob("*.py")]
-    kept = [
-        path
-        for path in files
-        if not _NOT_STDLIB.intersection(path.parts)
-        and not path.name.startswith("_sysconfigdata")  # of this machine's build
-    ]
-    return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
+    files = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in _NOT_STDLIB]  # not even looked into
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    made_by_the_build = "_sysconfigdata"
+    kept = [path for path in files if not path.name.startswith(made_by_the_build)]
+    return sorted(kept, key=lambda path: path.as_posix())
 
 
 def _stdlib_source() -> Source:
@@ -233,8 +232,8 @@ def _read_text(source: Source, options: ReadOptions) -> Iterator[Document]:
         cut = cut_by_size(AUTO_DOCUMENT_SIZE) if large else cut_nowhere
         if large:
             options.notice(
-                f"{source.name} has more than {WHOLE_FILE_LIMIT >> 20} MiB of text: cut at blank "
-                f"lines into documents of about {AUTO_DOCUMENT_SIZE >> 10} KiB (see --split-documents)"
+                f"{source.name}: over {WHOLE_FILE_LIMIT >> 20} MiB of text, so it is cut at blank "
+                f"lines into documents of about {AUTO_DOCUMENT_SIZE >> 10} KiB (--split-documents)"
             )
     offset = 0
     with _opened(source) as (stream, consumed):

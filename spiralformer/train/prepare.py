@@ -35,7 +35,7 @@ from spiralformer.train.tokenizer import TextTokenizer, byte_tokenizer, load_tok
 SPLITS = ("train", "valid")
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
-BATCH_BYTES = 1 << 20  # text that a worker takes at a time
+BATCH_BYTES = 1 << 18  # text that a worker takes at a time
 COMMIT_BYTES = 1 << 24  # text between two commits
 
 
@@ -160,21 +160,19 @@ def _batches(sources: list[Source], options: ReadOptions, state: State) -> Itera
     because it is taken up again at the end of a batch."""
     texts: list[str] = []
     size = empty = skipped = 0
-    before = sum(source.size or 0 for source in sources[: state.source])
-    for number, source in enumerate(sources[state.source :], state.source):
-        done = state.document if number == state.source else 0
-        index, read = 0, before
+    first, done = state.source, state.document  # the state moves on while this reads ahead
+    before = sum(source.size or 0 for source in sources[:first])
+    for number, source in enumerate(sources[first:], first):
         for index, (text, consumed) in enumerate(read_documents(source, options), 1):
-            if index <= done:
+            if number == first and index <= done:
                 continue
-            read = before + consumed
             if text:
                 texts.append(text)
                 size += len(text)
             empty += text == ""
             skipped += text is None
             if size >= BATCH_BYTES:
-                yield Batch(texts, number, index, empty, skipped, read)
+                yield Batch(texts, number, index, empty, skipped, before + consumed)
                 texts, size, empty, skipped = [], 0, 0, 0
         before += source.size or 0
     yield Batch(texts, len(sources), 0, empty, skipped, before)
@@ -292,17 +290,19 @@ def _tokenize(
 
     known = [source.size for source in sources if source.size is not None]
     total = sum(known) if len(known) == len(sources) else None
-    uncommitted = 0
+    uncommitted, whole = 0, True  # whole: writers and state agree
     arguments = (tokenizer.to_json(), tokenizer.eot, recipe.valid_fraction, recipe.seed)
     try:
         with closing(_encoded(_batches(sources, options, state), arguments, workers)) as results:
             for batch, encoded in results:
+                whole = False
                 for split, tokens in encoded.items():
                     writers[split].append(*tokens)
                     uncommitted += tokens.text_bytes
                 state.source, state.document = batch.source, batch.document
                 state.empty += batch.empty
                 state.skipped += batch.skipped
+                whole = True
                 if uncommitted >= COMMIT_BYTES:
                     commit()
                     uncommitted = 0
@@ -316,8 +316,9 @@ def _tokenize(
                     )
                 )
         commit()
-    except UserError:  # of a source, so between two batches: what came before it is whole
-        commit()
+    except (UserError, KeyboardInterrupt):
+        if whole:
+            commit()
         raise
     finally:
         for writer in writers.values():

@@ -1,0 +1,43 @@
+"""`spiralformer export`: a model folder for those who do not have this package."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from spiralformer import convert
+from spiralformer.checkpoint import load_config, load_model, read_json
+
+FORMATS = {
+    "hf": "loads with trust_remote_code=True; the folder carries the code it needs",
+    "gpt-neox": "a GPT-NeoX checkpoint; for plain layouts with LayerNorm, such as imported ones",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model folder")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="hf",
+        help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + " (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    source, out = Path(args.checkpoint), Path(args.out)
+    convert.require_free(out)
+    if args.format == "gpt-neox":
+        convert.write_config(load_config(source))  # refuses before the weights are read
+        fields = read_json(source / "config.json")
+        ids = {name: fields[name] for name in convert.TOKEN_IDS if fields.get(name) is not None}
+        tokenizer = convert.tokenizer_of(source)
+        convert.to_gpt_neox(load_model(source), out, tokenizer=tokenizer, **ids)
+        print(f"{out}: opens with transformers as GPTNeoXForCausalLM")
+    else:
+        from spiralformer.hf.export import export
+
+        export(source, out)
+        print(f"{out}: opens with transformers, trust_remote_code=True")
+    return 0

@@ -1,0 +1,31 @@
+"""`spiralformer import`: a GPT-NeoX (Pythia) folder becomes a model folder of ours."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from spiralformer import convert
+from spiralformer.checkpoint import read_json, save_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="HF_FOLDER", help="a GPT-NeoX folder, such as Pythia's")
+    parser.add_argument("out", metavar="OUT", help="the model folder to write")
+
+
+def run(args: argparse.Namespace) -> int:
+    source, out = Path(args.source), Path(args.out)
+    convert.require_free(out)
+    model = convert.from_gpt_neox(source)
+    fields = read_json(source / "config.json")
+    ids = {name: fields[name] for name in convert.TOKEN_IDS if fields.get(name) is not None}
+    tokenizer = convert.tokenizer_of(source)
+    save_model(model, out, tokenizer=tokenizer, **ids)
+    config, dtype = model.config, str(model.embedding.weight.dtype).removeprefix("torch.")
+    print(
+        f"{out}: {config.layout} layers of width {config.hidden_size}, {config.num_heads} heads, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters in {dtype}"
+        + ("" if tokenizer else "; no tokenizer.json was found")
+    )
+    return 0

@@ -1,0 +1,65 @@
+"""`spiralformer train CONFIG [field=value …]`"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from spiralformer.errors import UserError
+from spiralformer.train.settings import TrainConfig, describe_fields
+
+EPILOG = """\
+example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib batch=16 optim.lr=2e-3
+
+The same command goes on from the last checkpoint in the run's folder. Stopped by Ctrl-C or SIGTERM,
+it finishes the step and saves first. On several processes: torchrun … -m spiralformer.cli train …
+(docs/distributed.md).
+
+fields, with their defaults:
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (EPILOG + describe_fields()).replace("%", "%%")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a .yaml or .json file, or the name of a model preset")
+    add("settings", nargs="*", metavar="field=value", help="changes to it, for example steps=500")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on from a checkpoint, or not at all")
+    how.add_argument(
+        "--fresh", action="store_true", help="remove the run in the folder; start anew"
+    )
+    add("--quiet", action="store_true", help="print the summary only")
+    add("--show", action="store_true", help="print the configuration, and do no more")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = TrainConfig.load(args.config, args.settings)
+    if args.show:
+        print(config.to_yaml(), end="")
+        return 0
+
+    from spiralformer.train import report
+    from spiralformer.train.checkpoint import RunFolder
+    from spiralformer.train.loop import Interrupted, train
+
+    main = os.environ.get("RANK", "0") == "0"
+    resume = "must" if args.resume else "never" if args.fresh else "auto"
+    try:
+        result = train(config, resume=resume, quiet=args.quiet)
+    except Interrupted as stop:
+        if main:
+            print(f"spiralformer train: {stop}", file=sys.stderr)
+        return 128 + stop.signal
+    except UserError:
+        if main:
+            raise
+        return 2  # the main process has said it
+    if main:
+        if result.record["samples"]:
+            print(report.sample_lines(result.record["samples"]) + "\n")
+        print(report.summary(result.record))
+        print(report.places(RunFolder(result.folder)))
+    return 0

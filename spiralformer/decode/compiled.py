@@ -1,0 +1,106 @@
+"""The decode step with its weights compiled in.
+
+Decoding one token is bound by reading weights. `torch.compile` with inductor's freezing packs them
+for the few rows of a step, which eager linears do not. Compilation is paid once per model and batch
+shape; the tokens are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from spiralformer.decode.state import Append, DecodeState
+from spiralformer.decode.step import EAGER, Runner, step
+from spiralformer.model import SpiralFormer
+from spiralformer.model.layers import Stack, rotary
+
+BUCKET = 64  # caches are attended to in multiples of this, so that few lengths are seen
+
+
+class StackPass(nn.Module):
+    """One token for every row of one or more groups, each group with its own keys and values."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(
+        self,
+        x: Tensor,  # P 1 D, the rows of all groups
+        cos: Tensor,  # P 1 1 R/2
+        sin: Tensor,
+        keys: list[Tensor],  # N B H C K of each group
+        values: list[Tensor],
+        places: list[Tensor],  # B: where each row's new entry goes
+        masks: list[Tensor],  # B 1 1 C: which entries it may see
+    ) -> Tensor:
+        sizes = [place.shape[0] for place in places]
+
+        def attend(layer: int, attend: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            found, start = [], 0
+            for i, size in enumerate(sizes):
+                rows = slice(start, start + size)
+                at = torch.arange(size, device=x.device)
+                keys[i][layer][at, :, places[i]] = k[rows, :, 0]
+                values[i][layer][at, :, places[i]] = v[rows, :, 0]
+                found.append(attend(q[rows], keys[i][layer], values[i][layer], masks[i]))
+                start += size
+            return torch.cat(found) if len(found) > 1 else found[0]
+
+        for layer, block in enumerate(self.stack.blocks):
+            x = block(x, (cos, sin), lambda *args, layer=layer: attend(layer, *args))
+        return x
+
+
+class CompiledRunner(Runner):
+    """Runs the stacks and the head compiled wherever all rows of a batch take part."""
+
+    def __init__(self, model: SpiralFormer, **options) -> None:
+        options = {"freezing": True, "max_autotune": True, **options}
+        compile = lambda module: torch.compile(module, options=options, dynamic=None)
+        self.config = model.config
+        self.stacks = {id(stack): compile(StackPass(stack)) for stack in model.stacks()}
+        self.compiled_head = compile(model.head)
+
+    def stack(
+        self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
+    ) -> list[Tensor]:
+        if any(append.rows is not None for append in appends) or not len(stack.blocks):
+            return EAGER.stack(stack, inputs, appends)
+        positions = torch.cat([append.positions for append in appends])
+        cos, sin = rotary(positions[:, None], self.config)
+        keys, values, places, masks = [], [], [], []
+        for append in appends:
+            capacity = append.cache.keys.shape[3]
+            end = min(-(-append.end // BUCKET) * BUCKET, capacity)
+            for found, cache in ((keys, append.cache.keys), (values, append.cache.values)):
+                view = cache[:, :, :, :end]
+                torch._dynamo.mark_dynamic(view, 3)
+                found.append(view)
+            places.append(append.positions[:, 0])
+            mask = torch.arange(end, device=positions.device) <= append.positions
+            mask = mask[:, None, None]
+            torch._dynamo.mark_dynamic(mask, 3)
+            masks.append(mask)
+        out = self.stacks[id(stack)](
+            torch.cat(list(inputs)), cos, sin, keys, values, places, masks
+        )
+        return list(out.split([append.batch for append in appends]))
+
+    def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
+        return self.compiled_head(hidden)
+
+
+@torch.no_grad()
+def compile_for(model: SpiralFormer, batch: int = 1, warm: int = 16, **options) -> CompiledRunner:
+    """A compiled runner, warmed up on every combination of passes that a token may need."""
+    runner = CompiledRunner(model, **options)
+    state = DecodeState.empty(model, batch, capacity=2 * BUCKET)
+    period = max([it.chunk for it in model.config.iterations], default=1)
+    ids = torch.zeros(batch, dtype=torch.long, device=model.embedding.weight.device)
+    for _ in range(max(warm, 2 * period)):
+        runner.head(model, step(model, state, ids, runner))
+    return runner

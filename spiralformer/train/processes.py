@@ -1,0 +1,170 @@
+"""One process or many: what `torchrun` started, who they are, and the model spread over them.
+
+With several processes the model is wrapped by DDP or sharded by FSDP2. Everything else in the
+trainer is written once, for any number of processes."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from spiralformer.errors import UserError
+from spiralformer.model import SpiralFormer
+
+TIMEOUT = datetime.timedelta(minutes=30)  # for what one process does while the others wait
+
+
+@dataclass(frozen=True)
+class Processes:
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Each flag: whether it is set on any process. Host to host: no device waits for it."""
+        if self.world == 1:
+            return list(flags)
+        seen = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in seen]
+
+    def from_main(self, value):
+        """The main process's value, on all."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value) -> list:
+        """Every process's value, on all."""
+        if self.world == 1:
+            return [value]
+        found = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All leave this together. What the user did wrong on one process ends all of them, rather
+        than leave the others waiting for it."""
+        problem = None
+        try:
+            yield
+        except UserError as error:
+            problem = error
+        first = next((found for found in self.gather(problem and str(problem)) if found), None)
+        if first is not None:
+            raise problem or UserError(first)
+
+
+@contextlib.contextmanager
+def start_processes(device: str) -> Iterator[Processes]:
+    """Joins the other processes, if `torchrun` started any or the caller has a group of them."""
+    chosen = choose_device(device)
+    ours = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if ours:
+        # Gloo carries what the hosts tell each other, NCCL what the devices do.
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        if not dist.is_initialized():
+            yield Processes(0, 1, chosen)
+        else:
+            yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are the hardware's own rather than emulated."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return False
+
+
+# ---------------------------------------------------------------------------- the model
+
+
+def spread(model: SpiralFormer, kind: str, processes: Processes) -> nn.Module:
+    """The model as one of several processes trains it: a copy (ddp) or a share (fsdp)."""
+    if processes.world == 1:
+        return model
+    if kind == "ddp":
+        devices = [processes.device] if processes.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    for stack in model.stacks():
+        # The core runs again and again in one pass: gather its weights once and keep them for it.
+        core = any(stack is core for core in model.cores)
+        for block in stack.blocks:
+            fully_shard(block, reshard_after_forward=not core)
+    fully_shard(model)
+    return model
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
+    """DDP exchanges gradients after the last micro-batch only. FSDP does so after each: keeping
+    whole gradients in between would undo the sharding."""
+    if isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def whole_model(model: nn.Module, processes: Processes) -> SpiralFormer | None:
+    """The model with all its weights on the main process, to sample from or to export; None on the
+    others. To be called on all."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if not isinstance(model, FSDPModule):
+        return model if processes.main else None  # type: ignore[return-value]
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if not processes.main:
+        return None
+    with torch.device("meta"):
+        whole = SpiralFormer(model.config)  # type: ignore[arg-type]
+    weights.setdefault("head.weight", weights["embedding.weight"])
+    whole.load_state_dict(weights, assign=True)
+    if whole.config.tie_embeddings:
+        whole.head.weight = whole.embedding.weight
+    return whole.to(processes.device)

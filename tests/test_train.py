@@ -1,0 +1,677 @@
+"""The trainer: its settings, its laws of resuming, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from spiralformer import ConfigError, SpiralFormer
+from spiralformer.checkpoint import load_model
+from spiralformer.cli import main
+from spiralformer.errors import UserError
+from spiralformer.train import loop
+from spiralformer.train.checkpoint import RunFolder, fault, read_state
+from spiralformer.train.corpus import find_sources
+from spiralformer.train.loop import Interrupted, train
+from spiralformer.train.optim import learning_rate, make_optimizer
+from spiralformer.train.prepare import Recipe, prepare
+from spiralformer.train.settings import Optim, TrainConfig
+from spiralformer.train.tokenizer import load_tokenizer
+from tests.training import (
+    FORKS,
+    MODEL,
+    SMALL,
+    _train,
+    assert_same_run,
+    checkpoints,
+    in_process,
+    weights,
+    write_text,
+)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A folder of byte tokens, with a last window that is not full."""
+    folder = tmp_path_factory.mktemp("data")
+    source = write_text(folder / "text.jsonl")
+    prepare(find_sources([str(source)]), folder / "bytes", Recipe(bytes=True, valid_fraction=0.2))
+    return folder / "bytes"
+
+
+@pytest.fixture
+def small(data, tmp_path):
+    """A configuration of a run of a second, with changes."""
+
+    def make(**changes) -> TrainConfig:
+        config = TrainConfig.from_dict(
+            {**SMALL, "data": {"path": str(data)}, "out": str(tmp_path / "run")}
+        )
+        return config.override({name.replace("__", "."): v for name, v in changes.items()})
+
+    return make
+
+
+# ---------------------------------------------------------------------------- settings
+
+
+def test_a_configuration_reads_back_as_it_was_written(small, tmp_path):
+    config = small(sample__prompts=("def f(x):", ""), optim__betas=(0.8, 0.9), tokens="2e9")
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    (tmp_path / "c.yaml").write_text(config.to_yaml())
+    assert TrainConfig.load(tmp_path / "c.yaml") == config
+    assert config.tokens == 2_000_000_000
+
+
+def test_overrides_change_the_run_and_what_follows_from_the_model():
+    settings = ["data.path=x", "optim.lr=1e-3", "model.layout=2+2x{1/4,1}+2", "steps=5"]
+    config = TrainConfig.load("spiral-b-nano-mesh", settings)
+    assert (config.optim.lr, config.steps, config.out) == (1e-3, 5, "runs/spiral-b-nano-mesh")
+    assert (config.model.layout, config.model.mesh_slots) == ("2+2x{1/4,1}+2", 5)
+    changed = config.override({"model.layout": "4", "seed": 3, "optim.clip": 0})
+    assert (changed.model.topology, changed.seed, changed.optim.clip) == ("none", 3, 0.0)
+    assert (changed.optim.lr, config.seed) == (1e-3, 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optim.lrr=1", "unknown field 'optim.lrr'; did you mean 'optim.lr'?"),
+        ("lr=1", "unknown field 'lr'; did you mean 'optim.lr'?"),
+        ("model.layuot=3", "model: unknown field 'layuot'; did you mean 'layout'?"),
+        ("model.layout=3x", "model: layout '3x': not a layout"),
+        ("optim.lr=fast", "optim.lr 'fast' must be a number"),
+        ("optim.lr=-1", "optim.lr -1.0 must be a positive number"),
+        ("optim.betas=0.9", "optim.betas ['0.9'] must have 2 values"),
+        ("optim.warmup=2", "optim.warmup 2.0 must lie in 0 … 1"),
+        ("steps=1.5", "steps '1.5' must be a whole number"),
+        ("steps=nan", "steps 'nan' must be a whole number"),
+        ("seed=-1", "seed -1 must be at least 0"),
+        ("compile=maybe", "compile 'maybe' must be true or false"),
+        ("precision=fp8", "precision 'fp8' is unknown; choose one of auto, float32, bfloat16"),
+        ("length=2048", "length 2048 exceeds model.max_length 1024"),
+        ("length=8", "length 8 is too short for iteration 0"),
+        ("micro_batch=7", "micro_batch 7 does not divide batch 512"),
+        ("optim=3", "optim '3' must be a group of fields"),
+        ("save.keep=0", "save.keep 0 must be at least 1"),
+        ("steps", "'steps': write field=value"),
+    ],
+)
+def test_a_wrong_setting_names_field_value_and_remedy(setting, message):
+    with pytest.raises(ConfigError) as error:
+        TrainConfig.load("spiral-b-nano-mesh", ["data.path=x", setting])
+    assert message in str(error.value)
+
+
+def test_missing_data_and_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.path is missing"):
+        TrainConfig.load("spiral-b-nano-mesh")
+    with pytest.raises(ConfigError, match=r"none.yaml: no such file"):
+        TrainConfig.load("none.yaml")
+    with pytest.raises(
+        ConfigError, match="model: unknown preset 'spiral-b-namo-mesh'; the nearest"
+    ):
+        TrainConfig.load("spiral-b-namo-mesh", ["data.path=x"])
+    (tmp_path / "bad.yaml").write_text("model: [")
+    with pytest.raises(ConfigError, match=r"bad.yaml: cannot be read"):
+        TrainConfig.load(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_recipes_in_configs_are_valid(path):
+    config = TrainConfig.load(path, ["data.path=x"])
+    assert config.optim.betas == (0.9, 0.95)
+    assert config.batch % 8 == 0
+
+
+# ---------------------------------------------------------------------------- the optimiser
+
+
+def test_the_learning_rate_rises_to_the_peak_and_falls_to_a_tenth():
+    rates = [learning_rate(step, 1000, Optim(lr=6e-4)) for step in range(1000)]
+    assert rates[0] == pytest.approx(6e-5)
+    assert rates[9] == max(rates) == 6e-4
+    assert rates[-1] == pytest.approx(6e-5)
+    assert rates[504] == pytest.approx(6e-4 * 0.55, rel=1e-3)  # half-way down
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert learning_rate(0, 1, Optim(lr=1.0)) == pytest.approx(0.1)  # too short to warm up
+
+
+def test_weight_decay_is_on_matrices_only(small):
+    model = SpiralFormer(small().model)
+    decayed, plain = make_optimizer(model, Optim(weight_decay=0.5)).param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.5, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in plain["params"]} == {1}
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+# ---------------------------------------------------------------------------- learning
+
+
+def test_a_tiny_model_overfits_a_tiny_text(tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, twice a day.")
+    source = find_sources([str(tmp_path / "text.txt")])
+    prepare(source, tmp_path / "data", Recipe(bytes=True, valid_fraction=0))
+    config = TrainConfig.from_dict(
+        {
+            **SMALL,
+            "model": {**MODEL, "hidden_size": 32},
+            "data": {"path": str(tmp_path / "data"), "valid": str(tmp_path / "data")},
+            "out": str(tmp_path / "run"),
+            "batch": 2,
+            "steps": 150,
+            "valid": {"every": 150},
+        }
+    )
+    result = train(config, quiet=True)
+    assert result.record["train_loss"] < 0.05
+    assert result.valid_loss < 0.05
+    assert result.bits_per_byte < 0.1
+
+
+def test_a_global_batch_weighs_every_token_alike(small, tmp_path, data):
+    """Cut into micro-batches of any size, also where one window is shorter than the others."""
+    ran = {}
+    for micro in (1, 4):
+        config = small(micro_batch=micro, out=str(tmp_path / str(micro)), epochs=1, steps=0)
+        train(config, quiet=True)
+        ran[micro] = weights(config.out)
+    stream = loop.open_split(data).stream
+    assert len(stream) % 32, "the fixture should have a last window that is not full"
+    for name in ran[1]:
+        torch.testing.assert_close(ran[1][name], ran[4][name], rtol=1e-4, atol=1e-5)
+
+
+def test_validation_is_the_mean_over_the_validation_tokens(small, data):
+    config = small(valid__tokens=0, valid__every=100)
+    result = train(config, quiet=True)
+    model, stream = load_model(result.model), loop.open_split(data, "valid").stream
+    losses = []
+    with torch.no_grad():
+        for start in range(0, len(stream), 32):
+            targets = torch.tensor(stream.read(start, min(start + 32, len(stream))))[None]
+            before = stream.read((start - 1) % len(stream), (start - 1) % len(stream) + 1)
+            ids = torch.cat([torch.tensor(before)[None], targets[:, :-1]], 1)
+            losses += [model(ids, targets).item()] * targets.numel()
+    record = result.record["valid"]
+    assert record["tokens"] == len(stream)
+    assert record["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
+    text = loop.open_split(data, "valid").text_bytes
+    bits = record["loss"] / math.log(2) * len(stream) / text
+    assert record["bits_per_byte"] == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("changes", [{"checkpointing": True}, {"model__tie_embeddings": True}])
+def test_it_learns_with_checkpointed_activations_and_tied_embeddings(small, changes):
+    result = train(small(steps=40, **changes), quiet=True)
+    losses = [record["loss"] for record in result.metrics() if record["kind"] == "train"]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_checkpointing_activations_changes_nothing(small, tmp_path):
+    plain, again = small(), small(checkpointing=True, out=str(tmp_path / "again"))
+    train(plain, quiet=True)
+    train(again, quiet=True)
+    assert_same_run(plain.out, again.out)
+
+
+def test_bfloat16_is_close_to_float32(small, tmp_path):
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        config = small(precision=precision, out=str(tmp_path / precision), steps=6)
+        losses[precision] = train(config, quiet=True).valid_loss
+    assert losses["float32"] != losses["bfloat16"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+
+
+def test_auto_precision_says_what_it_chose(small, capsys):
+    train(small(precision="auto", steps=1))
+    fast = loop.has_fast_bfloat16(torch.device("cpu"))
+    chosen = "bfloat16 (auto: bfloat16 is fast" if fast else "float32 (auto: bfloat16 is not fast"
+    assert chosen in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_compiled_blocks_learn_the_same(small, tmp_path):
+    plain, compiled = small(), small(compile=True, out=str(tmp_path / "compiled"))
+    train(plain, quiet=True)
+    train(compiled, quiet=True)
+    for name, value in weights(plain.out).items():
+        torch.testing.assert_close(weights(compiled.out)[name], value, rtol=1e-2, atol=1e-3)
+
+
+# ---------------------------------------------------------------------------- never lose a run
+
+
+@pytest.mark.parametrize("step", [1, 6, 7])
+def test_stopped_by_sigterm_and_resumed_is_never_stopped(small, tmp_path, step):
+    whole = small(out=str(tmp_path / "whole"), log__every=1, sample__tokens=5)
+    train(whole, quiet=True)
+    stopped = small(log__every=1, sample__tokens=5)
+    code, _ = in_process(stopped, kill_at=step, with_signal=signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM
+    assert checkpoints(stopped)[-1].name == f"step-{step:08}"
+    assert in_process(stopped) == (0, None)
+    assert_same_run(whole.out, stopped.out)
+
+
+def test_metrics_between_two_lines_survive_a_stop(small, tmp_path):
+    """The mean of a line takes in steps from before and after the stop."""
+    whole = small(out=str(tmp_path / "whole"))
+    train(whole, quiet=True)
+    stopped = small()
+    timer = threading.Event()
+
+    class StopAfterFive(loop.Signals):
+        @property
+        def received(self):
+            return signal.SIGINT if timer.is_set() else 0
+
+        @received.setter
+        def received(self, value):
+            pass
+
+    seen = []
+    original, loop.Signals = loop.Signals, StopAfterFive
+    try:
+        with pytest.raises(Interrupted, match="stopped by SIGINT after step 5 of 12, saved as"):
+            # Validation is due after step 5, between the lines of steps 3 and 6.
+            train(
+                stopped,
+                quiet=True,
+                watch=lambda r: (seen.append(r), r["step"] == 5 and timer.set()),
+            )
+    finally:
+        loop.Signals = original
+    assert seen[-1]["kind"] == "valid"
+    train(stopped, quiet=True)
+    assert_same_run(whole.out, stopped.out)
+
+
+@pytest.mark.parametrize("step", [3, 6, 9, 12])
+def test_killed_and_resumed_is_never_stopped(small, tmp_path, step):
+    whole, killed = small(out=str(tmp_path / "whole")), small()
+    train(whole, quiet=True)
+    code, _ = in_process(killed, kill_at=step, with_signal=signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert not (Path(killed.out) / "result.json").exists()
+    assert in_process(killed) == (0, None)
+    assert_same_run(whole.out, killed.out)
+
+
+def test_killed_while_saving_a_whole_checkpoint_always_remains(small, tmp_path):
+    """Thirty times, at a random moment between the start of a save and a little after its end."""
+    config = small(steps=200, save__every=1, valid__every=200, log__every=50)
+    folder, rng = Path(config.out) / "checkpoints", random.Random(0)
+    reached, torn = 0, 0
+    for _ in range(30):
+        process = FORKS.Process(target=_train, args=(None, config.to_dict(), 0, 1, 0, {}))
+        process.start()
+        deadline = time.monotonic() + 60
+        before = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        while process.is_alive() and time.monotonic() < deadline:  # until it is saving anew
+            now = {path.name for path in folder.iterdir()} if folder.exists() else set()
+            if any(name.endswith(".part") for name in now - before):
+                break
+        time.sleep(rng.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        found = sorted(folder.glob("step-????????"), reverse=True)
+        torn += any(folder.glob("*.part"))
+        if found:
+            assert fault(found[0]) is None
+            assert read_state(found[0])["step"] >= reached
+            reached = read_state(found[0])["step"]
+    assert reached > 5
+    assert torn > 3, "no save was hit: the test does not test"
+    whole = small(
+        steps=200, save__every=0, valid__every=200, log__every=50, out=str(tmp_path / "w")
+    )
+    train(whole, quiet=True)
+    assert in_process(config) == (0, None)
+    assert_same_run(whole.out, config.out)
+
+
+def test_a_damaged_checkpoint_is_passed_over(small, tmp_path, capsys):
+    whole, config = small(out=str(tmp_path / "whole")), small()
+    train(whole, quiet=True)
+    in_process(config, kill_at=9, with_signal=signal.SIGKILL)
+    newest = checkpoints(config)[-1]
+    assert newest.name == "step-00000008"
+    file = next(newest.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    train(config)
+    assert f"{newest} is damaged and passed over" in capsys.readouterr().err
+    assert_same_run(whole.out, config.out)
+
+
+def test_when_all_checkpoints_are_damaged_it_does_not_start_over_unasked(small):
+    config = small()
+    in_process(config, kill_at=9, with_signal=signal.SIGKILL)
+    for path in checkpoints(config):
+        (path / "state.json").unlink()
+    with pytest.raises(UserError, match=r"every checkpoint is damaged .*state.json is missing"):
+        train(config, quiet=True)
+
+
+def test_the_last_k_checkpoints_are_kept(small):
+    config = small(save__every=2, save__keep=3)
+    train(config, quiet=True)
+    assert [path.name for path in checkpoints(config)] == [
+        f"step-{step:08}" for step in (8, 10, 12)
+    ]
+
+
+def test_a_checkpoint_holds_everything_needed(small):
+    config = small()
+    train(config, quiet=True)
+    state = read_state(checkpoints(config)[-1])
+    assert state["step"] == 12
+    assert state["run"]["optim.lr"] == 1e-2
+    assert state["run"]["model.layout"] == MODEL["layout"]
+    assert state["code"].startswith("spiralformer ")
+    stored = loop.Checkpoints(Path(config.out) / "checkpoints", 2, None).all()[0]
+    from torch.distributed.checkpoint import FileSystemReader
+
+    names = FileSystemReader(stored).read_metadata().state_dict_metadata
+    assert {name.split(".")[0] for name in names} == {"model", "optimizer", "rng"}
+    assert "optimizer.embedding.weight.exp_avg_sq" in names
+
+
+def test_another_configuration_is_refused_with_the_differences(small):
+    config = small()
+    train(config, quiet=True)
+    other = config.override({"optim.lr": 2e-2, "model.shift": "parallel"})
+    with pytest.raises(UserError) as error:
+        train(other, quiet=True)
+    assert "optim.lr: 0.01 there, 0.02 here" in str(error.value)
+    assert "model.shift: overlap there, parallel here" in str(error.value)
+    assert "seed" not in str(error.value)
+    (Path(config.out) / "result.json").unlink()  # likewise for a run that is not finished
+    with pytest.raises(UserError, match=r"optim.lr: 0.01 there, 0.02 here"):
+        train(other, quiet=True)
+    assert train(other, resume="never", quiet=True).record["run"]["optim.lr"] == 2e-2
+
+
+def test_a_run_may_go_on_in_another_manner(small, tmp_path):
+    """Micro-batches, logging and so on do not decide what is learned."""
+    whole, config = small(out=str(tmp_path / "whole")), small()
+    train(whole, quiet=True)
+    in_process(config, kill_at=6, with_signal=signal.SIGTERM)
+    train(config.override({"micro_batch": 4, "log.every": 1, "save.keep": 1}), quiet=True)
+    for name, value in weights(whole.out).items():
+        torch.testing.assert_close(weights(config.out)[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_other_data_is_refused_and_moved_data_is_not(small, data, tmp_path):
+    config = small()
+    in_process(config, kill_at=6, with_signal=signal.SIGTERM)
+    write_text(tmp_path / "more.jsonl", documents=41)
+    recipe = Recipe(bytes=True, valid_fraction=0.2)
+    prepare(find_sources([str(tmp_path / "more.jsonl")]), tmp_path / "more", recipe)
+    with pytest.raises(UserError, match="training data: "):
+        train(config.override({"data.path": str(tmp_path / "more")}), quiet=True)
+    shutil.copytree(data, tmp_path / "moved")
+    train(config.override({"data.path": str(tmp_path / "moved")}), quiet=True)
+
+
+def test_a_finished_run_is_not_run_again(small):
+    config = small()
+    first = train(config, quiet=True)
+    before = (Path(config.out) / "metrics.jsonl").stat().st_mtime_ns
+    second = train(config, quiet=True)
+    assert (first.again, second.again) == (False, True)
+    assert first.record == second.record
+    assert (Path(config.out) / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_resume_must_have_something_to_resume(small):
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
+        train(small(), resume="must", quiet=True)
+
+
+def test_a_second_process_is_kept_out(small):
+    config = small()
+    with (
+        RunFolder(Path(config.out)).locked(),
+        pytest.raises(UserError, match=rf"process {os.getpid()} on .* is training here"),
+    ):
+        train(config, quiet=True)
+    assert train(config, quiet=True).record["steps"] == 12  # the lock is gone with its holder
+
+
+def test_a_folder_that_is_not_a_run_is_left_alone(small, data):
+    config = small(out=str(data))
+    names = sorted(os.listdir(data))
+    with pytest.raises(UserError, match="exists and is not the folder of a run"):
+        train(config, quiet=True)
+    assert sorted(os.listdir(data)) == names
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(small, tmp_path):
+    """A limit on the size of files stands in for the disk: the first save fits, a later one does
+    not, because the optimiser's state was not there yet."""
+    whole, config = small(out=str(tmp_path / "whole")), small(log__every=1)
+    train(whole.override({"log.every": 1}), quiet=True)
+    in_process(config, kill_at=5, with_signal=signal.SIGTERM)
+    saved = checkpoints(config)[-1]
+    code, error = in_process(config, file_limit=20_000)
+    assert code == 2
+    assert "cannot be written: File too large" in error
+    assert str(saved) in error
+    assert checkpoints(config)[-1] == saved
+    assert fault(saved) is None
+    assert in_process(config) == (0, None)
+    assert_same_run(whole.out, config.out)
+
+
+def test_a_truncated_shard_is_named_and_the_run_stays_as_it_was(small, data, tmp_path):
+    shutil.copytree(data, tmp_path / "copy")
+    config = small(data__path=str(tmp_path / "copy"))
+    in_process(config, kill_at=6, with_signal=signal.SIGTERM)
+    shard = tmp_path / "copy" / "train-00000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(UserError, match=r"train-00000.bin: truncated"):
+        train(config, quiet=True)
+    shard.write_bytes(whole)
+    assert train(config, quiet=True).record["steps"] == 12
+
+
+# ---------------------------------------------------------------------------- non-finite steps
+
+
+class Poisoned(SpiralFormer):
+    """Its loss is not a number in some of the calls that train it."""
+
+    calls = 0
+    bad: tuple[int, ...] = ()
+
+    def forward(self, ids, targets=None):
+        loss = super().forward(ids, targets)
+        if self.training and targets is not None:
+            Poisoned.calls += 1
+            if Poisoned.calls in self.bad:
+                return loss * float("nan")
+        return loss
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    def make(*bad: int) -> None:
+        monkeypatch.setattr(loop, "SpiralFormer", Poisoned)
+        monkeypatch.setattr(Poisoned, "bad", bad)
+        monkeypatch.setattr(Poisoned, "calls", 0)
+
+    return make
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(small, poison, monkeypatch):
+    poison(9)  # the first micro-batch of step 5
+    before, moved = [], []
+    update = loop.update
+
+    def watched(optimizer, *arguments):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        before[:] = [p.detach().clone() for p in parameters]
+        norm = update(optimizer, *arguments)
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True)))
+        return norm
+
+    monkeypatch.setattr(loop, "update", watched)
+    result = train(small(log__every=1), quiet=True)
+    assert moved == [step != 5 for step in range(1, 13)]
+    assert result.record["skipped"] == 1
+    lines = [record for record in result.metrics() if record["kind"] == "train"]
+    assert [line["loss"] is None for line in lines] == [step == 5 for step in range(1, 13)]
+    assert math.isfinite(result.valid_loss)
+
+
+def test_too_many_such_steps_stop_the_run_and_say_where(small, poison):
+    poison(*range(13, 100))  # from step 7 on
+    config = small(log__every=1, nonfinite_limit=3)
+    with pytest.raises(UserError) as error:
+        train(config, quiet=True)
+    message = str(error.value)
+    assert "not finite in 3 steps in a row, first in step 7 (samples 24–27, windows " in message
+    assert f"the last checkpoint is {config.out}/checkpoints/step-00000004" in message
+    assert [path.name for path in checkpoints(config)] == ["step-00000004"]
+
+
+# ---------------------------------------------------------------------------- to look at
+
+
+def test_the_model_folder_samples_and_picture_are_written(small, data):
+    config = small(sample__tokens=8, sample__prompts=("spiral", ""), log__tensorboard=True)
+    result = train(config, quiet=True)
+    model = load_model(result.model)
+    assert model.config == config.model
+    fields = json.loads((result.model / "config.json").read_text())
+    assert fields["eos_token_id"] == load_tokenizer(data).eot_id
+    assert load_tokenizer(result.model).encode("loop") == list(b"loop")
+    assert result.record["samples"][0].startswith("spiral")
+    assert (Path(config.out) / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((Path(config.out) / "tensorboard").glob("events*"))
+    kinds = [record["kind"] for record in result.metrics()]
+    assert [kinds.count(kind) for kind in ("train", "valid", "sample")] == [4, 3, 3]
+    for name in ("gzip -9", "xz -9"):
+        assert 0 < result.record["compressors"][name] < 8
+
+
+def test_weights_and_biases_when_installed_and_asked(small, monkeypatch):
+    logged, started = [], {}
+    fake = types.ModuleType("wandb")
+    run = types.SimpleNamespace(
+        log=lambda numbers, step: logged.append((step, numbers)), finish=lambda: None
+    )
+    fake.init = lambda **options: started.update(options) or run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(small(log__wandb="spirals"), quiet=True)
+    assert started["project"] == "spirals"
+    assert [step for step, numbers in logged if "train/loss" in numbers] == [3, 6, 9, 12]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb is not installed"):
+        train(small(log__wandb="spirals"), resume="never", quiet=True)
+
+
+def test_it_leaves_nothing_behind_in_the_process(small):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    train(small(), quiet=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert not torch.distributed.is_initialized()
+
+
+def test_quiet_is_quiet(small, capfd):
+    train(small(), quiet=True)
+    assert capfd.readouterr() == ("", "")
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def command(data, tmp_path, capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main(["train", *arguments])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_trains_and_says_so_when_it_is_done(command, small, tmp_path):
+    (tmp_path / "run.yaml").write_text(small().to_yaml())
+    status, out, err = command(str(tmp_path / "run.yaml"), "steps=6")
+    assert status == 0
+    assert "6 steps, 768 tokens" in out
+    assert "bits per byte" in out
+    assert str(tmp_path / "run" / "loss.png") in out
+    assert "step 6/6" in err
+    status, again, err = command(str(tmp_path / "run.yaml"), "steps=6")
+    assert (status, again) == (0, out)
+    assert "is finished (6 steps): nothing to do" in err
+    status, _, err = command(str(tmp_path / "run.yaml"), "steps=7")
+    assert status == 2
+    assert "holds another run (steps: 6 there, 7 here)" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.yaml"], "nothing.yaml: no such file"),
+        (["spiral-b-nano-mesh"], "data.path is missing"),
+        (["spiral-b-nano-mesh", "data.path=/no/such"], "/no/such"),
+        (["spiral-b-nano-mesh", "data.path=x", "--frsh"], "unrecognized arguments: --frsh"),
+        (["spiral-b-nano-mesh", "data.path=x", "--fresh", "--resume"], "not allowed with"),
+        (["spiral-b-nano-mesh", "data.path=x", "device=tpu9"], "device 'tpu9' cannot be used"),
+        ([], "the following arguments are required: CONFIG"),
+    ],
+)
+def test_the_command_refuses_in_one_line(command, arguments, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(command, small, tmp_path):
+    (tmp_path / "run.yaml").write_text(small(model__vocab_size=100).to_yaml())
+    status, _, err = command(str(tmp_path / "run.yaml"))
+    assert status == 2
+    assert "set model.vocab_size=320" in err
+
+
+def test_show_prints_the_configuration(command, small, tmp_path):
+    (tmp_path / "run.yaml").write_text(small().to_yaml())
+    status, out, _ = command(str(tmp_path / "run.yaml"), "--show")
+    assert (status, out) == (0, small().to_yaml())
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_names_every_field(command):
+    _, out, _ = command("--help")
+    for name in ("optim.weight_decay", "save.minutes", "nonfinite_limit", "sample.prompts"):
+        assert name in out
+    assert max(map(len, out.splitlines())) <= 100
