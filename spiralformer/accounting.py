@@ -388,7 +388,7 @@ class FixedBytes:
     """Bytes of a sequence's decode state that do not grow with its length, per iteration."""
 
     pooling: tuple[int, ...]  # the running sum of the open chunk
-    latents: tuple[int, ...]  # the ring of latents that tokens to come will read
+    latents: tuple[int, ...]  # the latents that tokens to come will read, and their allocations
 
     @property
     def total(self) -> int:
@@ -397,11 +397,11 @@ class FixedBytes:
 
 def fixed_bytes(config: SpiralConfig, bytes_per_value: int) -> FixedBytes:
     """The open chunk is a weighted sum of d values with, for self-aggregation, its running maximum
-    and normaliser, all in at least float32; latents are in the model's dtype. An iteration with
-    g = 1 has no open chunk. Lengths and other bookkeeping are left out."""
+    and normaliser, all in at least float32; latents (d values and g shares each) are in the model's
+    dtype. An iteration with g = 1 has no open chunk. Lengths and other bookkeeping are left out."""
     d, wide = config.hidden_size, max(bytes_per_value, 4)
     softmax = 2 if config.downscale == "self_aggregation" else 0
     return FixedBytes(
         pooling=tuple((d + softmax) * wide * (it.chunk > 1) for it in config.iterations),
-        latents=tuple(it.ring * d * bytes_per_value for it in config.iterations),
+        latents=tuple(it.ring * (d + it.chunk) * bytes_per_value for it in config.iterations),
     )

@@ -327,13 +327,13 @@ def test_kv_bytes_say_which_part_holds_what():
 def test_the_fixed_part_is_an_open_sum_and_a_ring_for_each_coarse_iteration():
     overlap = accounting.fixed_bytes(make("0+1x{1/8,1/2,1}+0"), 2)
     assert overlap.pooling == (34 * 4, 34 * 4, 0)  # sum, maximum and normaliser in float32
-    assert overlap.latents == (32 * 2, 32 * 2, 0)
+    assert overlap.latents == ((32 + 8) * 2, (32 + 2) * 2, 0)  # with the shares of each member
     late = accounting.fixed_bytes(make("0+1x{1/8,1/2,1}+0", shift=[8, 3, 0]), 2)
-    assert late.latents == (32 * 2, 2 * 32 * 2, 0)
+    assert late.latents == ((32 + 8) * 2, 2 * (32 + 2) * 2, 0)
     mean = accounting.fixed_bytes(make("0+1x{1/8,1/2,1}+0", downscale="mean"), 8)
     assert mean.pooling == (32 * 8, 32 * 8, 0)
     shifted = accounting.fixed_bytes(make("0+1x{1,1}+0", shift=[2, 0]), 4)
-    assert (shifted.pooling, shifted.latents) == ((0, 0), (2 * 32 * 4, 0))
+    assert (shifted.pooling, shifted.latents) == ((0, 0), (2 * (32 + 1) * 4, 0))
     assert accounting.fixed_bytes(make("4"), 2).total == 0
 
 

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spiralformer import SpiralConfig
-from spiralformer.decode import DecodeState, StateError, extend, prefill, step
+from spiralformer.accounting import batches_at, fixed_bytes, kv_bytes
+from spiralformer.decode import DecodeState, StateError, extend, generate, prefill, step
+from spiralformer.decode.compiled import compile_for
 from tests.strategies import VOCAB, build, configs, tokens
 
 SMALL = {"hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB, "max_length": 128}
@@ -135,6 +137,19 @@ def test_capacity_growth_changes_nothing(config, length):
     assert torch.equal(*outs)
 
 
+@given(
+    configs(),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+def test_a_state_takes_the_bytes_that_the_accounting_says(config, batch, length, dtype):
+    state = DecodeState.empty(build(config, dtype=dtype), batch, capacity=length)
+    size = dtype.itemsize
+    per_row = kv_bytes(config, length, size).total + fixed_bytes(config, size).total
+    assert state.nbytes == batch * per_row
+
+
 def count_core_passes(model, length: int) -> list[int]:
     """How often the core's first block ran at each token."""
     state = DecodeState.empty(model, 1, capacity=length)
@@ -159,13 +174,9 @@ def test_overlap_runs_at_most_two_core_passes_a_token_and_1_875_on_average():
 
 
 @given(configs(), st.integers(1, 30))
-def test_core_passes_are_those_the_geometry_triggers(config, length):
-    model = build(config)
-    due = [[it for it in config.iterations if it.triggers(i)] for i in range(length)]
-    if not any(it.lags for it in config.iterations):
-        assert count_core_passes(model, length) == [len(its) for its in due]
-    elif config.parsed_layout.tied and all(it.lags for it in config.iterations[:-1]):
-        assert count_core_passes(model, length) == [bool(its) for its in due]
+def test_core_passes_are_those_that_the_accounting_counts(config, length):
+    counted = [len(batches_at(config, i)) for i in range(length)]
+    assert count_core_passes(build(config), length) == counted
 
 
 def test_parallel_regime_runs_one_batched_pass_a_token():
@@ -196,3 +207,14 @@ def test_a_fixed_capacity_is_kept():
     with pytest.raises(StateError, match="5 tokens do not fit the fixed capacity of 4"):
         step(model, state, tokens(1, 1)[:, 0])
     assert state.lengths == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", ["overlap", "parallel"])
+def test_the_compiled_step_gives_the_same_tokens(shift):
+    model = build(PAPER_B.replace(shift=shift), dtype=torch.float32)
+    prompt = [tokens(10).tolist()]
+    runner = compile_for(model, batch=1)
+    assert generate(model, prompt, max_new_tokens=40, runner=runner) == generate(
+        model, prompt, max_new_tokens=40
+    )

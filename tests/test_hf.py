@@ -59,14 +59,15 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, VOCAB, (n,), generator=rng).tolist() for n in lengths]
 
 
-def padded(rows: list[list[int]], side: str = "left") -> dict[str, torch.Tensor]:
-    width = max(map(len, rows))
-    gaps = [[PAD] * (width - len(row)) for row in rows]
-    left = side == "left"
-    ids = [gap + row if left else row + gap for gap, row in zip(gaps, rows, strict=True)]
-    mask = [[0] * len(g) + [1] * len(r) if left else [1] * len(r) + [0] * len(g)
-            for g, r in zip(gaps, rows, strict=True)]  # fmt: skip
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+def padded(rows: list[list[int]], side: str = "left", extra: int = 0) -> dict[str, torch.Tensor]:
+    """A batch of the rows, `extra` columns wider than it need be."""
+    width = max(map(len, rows)) + extra
+    ids = torch.full((len(rows), width), PAD)
+    mask = torch.zeros_like(ids)
+    for k, row in enumerate(rows):
+        where = slice(width - len(row), None) if side == "left" else slice(len(row))
+        ids[k, where], mask[k, where] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 RAGGED = prompts(13, 1, 8, 21)
@@ -114,7 +115,7 @@ def test_sampled_sequences_with_cache_are_those_without(beams):
 
 
 def test_generation_goes_on_from_a_returned_cache():
-    model, inputs = wrapped(), padded(RAGGED)
+    model, inputs = wrapped(), padded(RAGGED, extra=2)
     options = {**GREEDY, "return_dict_in_generate": True}
     whole = model.generate(**inputs, **GREEDY)
     half = model.generate(**inputs, **{**options, "max_new_tokens": 9})

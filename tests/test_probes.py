@@ -247,7 +247,8 @@ def flat(value, path="") -> dict[str, np.ndarray]:
         return {path: np.asarray(value)}
     else:
         return {}
-    return {k: v for name, item in items for k, v in flat(item, f"{path}/{name}").items()}
+    flattened = (flat(item, f"{path}/{name}") for name, item in items if name != "each")
+    return {name: values for part in flattened for name, values in part.items()}
 
 
 def test_means_do_not_depend_on_the_order_of_sequences_or_on_batching():
@@ -339,6 +340,19 @@ def test_loss_by_place_finds_a_cost_where_it_was_planted():
     losses = torch.tensor([3.0 if (i + 2) % 4 == 1 else 1.0 for i in range(39)]).double()
     row = collect.measure_losses(SPIRAL, losses, grids)
     np.testing.assert_allclose(row["loss/phase/4/2"], [-0.5, 1.5, -0.5, -0.5])
+
+
+def test_the_control_is_held_against_the_model_sequence_by_sequence():
+    ids, grids = list(tokens(6, 40)), [(4, 2)]
+    models = [probe(build(SPIRAL, seed), ids, grids=grids) for seed in (0, 1)]
+    numbers = Numbers("text", models, [], 32)
+    numbers.pair_losses()
+    phase, other = (found.loss["phases"][0] for found in models)
+    difference = phase["each"] - other["each"]
+    assert difference.shape == (6, 4)
+    np.testing.assert_allclose(phase["against"], phase["excess"] - other["excess"], atol=1e-12)
+    error = difference.std(axis=0, ddof=1) / math.sqrt(6)
+    np.testing.assert_allclose(phase["against_error"], error)
 
 
 # ---------------------------------------------------------------------------- the verdict
@@ -520,10 +534,13 @@ def test_the_diagram_reads_only_complete_chunks_and_is_well_formed(config):
 def test_the_diagram_tells_the_papers_example():
     config = SPIRAL.replace(layout="1+1x{1/8,1/4,1/2,1}+1", offset="zero")
     said = diagram.describe(config, 7)
-    assert "1/8: chunk 0, tokens 0–7" in said
-    assert said.endswith("Decoding it runs the core at 1/8, 1/4, 1/2, 1.")
-    assert diagram.describe(config, 6).endswith("Decoding it runs the core at 1.")
-    assert "1/8: nothing yet" in diagram.describe(config, 6)
+    assert said == (
+        "Token 7 reads chunk 0 (tokens 0–7) at iteration 0, chunk 1 (tokens 4–7) at iteration 1, "
+        "chunk 3 (tokens 6–7) at iteration 2, itself at iteration 3. "
+        "Decoding it runs the core of iterations 0, 1, 2, 3."
+    )
+    assert "nothing yet at iteration 0" in diagram.describe(config, 6)
+    assert diagram.describe(config, 6).endswith("Decoding it runs the core of iteration 3.")
 
 
 # ---------------------------------------------------------------------------- which models

@@ -56,7 +56,7 @@ FORKS.set_forkserver_preload(["tests.training"])
 
 
 def in_processes(config: TrainConfig, world: int = 1, **orders) -> tuple[list[int], list[str]]:
-    """Runs `train` in processes of their own; gives their exit codes and the errors they ended with.
+    """Runs `train` in processes of their own; gives their exit codes and what they ended with.
 
     `orders`: kill_at and with_signal (each sends itself this signal when that step is logged),
     file_limit (bytes of the largest file that they can write)."""

@@ -61,7 +61,9 @@ def run(
             step()
         best = interleave(steps, repeats, precision)
         del steps
-        memories = {name: peak_memory(name, scale, length, precision) for name in best} if memory else {}
+        memories = (
+            {name: peak_memory(name, scale, length, precision) for name in best} if memory else {}
+        )
         rows = []
         for name, seconds in best.items():
             rows.append(
@@ -97,7 +99,12 @@ def run(
         for name in ("spiral-b", "spiral-l"):
             time_ratio = best[name] / best["baseline"]
             flops_ratio = flops[name] / flops["baseline"]
-            bar(f"{name}: (time ÷ baseline) ÷ (FLOPs ÷ baseline)", time_ratio / flops_ratio, 1.03, False)
+            bar(
+                f"{name}: (time ÷ baseline) ÷ (FLOPs ÷ baseline)",
+                time_ratio / flops_ratio,
+                1.03,
+                False,
+            )
         bar("spiral-b: FLOP/s ÷ GEMM peak", flops["spiral-b"] / best["spiral-b"] / peak, 0.6, True)
         if memories:
             ratio = memories["spiral-b"] / memories["baseline"]
@@ -132,4 +139,3 @@ def peak_memory(name: str, scale: str, length: int, precision: str) -> int:
         [sys.executable, "-c", code, arguments], capture_output=True, text=True, check=True
     )
     return int(out.stdout.split()[0])
-

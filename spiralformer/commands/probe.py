@@ -102,12 +102,12 @@ def _measure(args: argparse.Namespace) -> Numbers:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     grids = set().union(*map(chunkings, configs))
-    models, notes, source = [], [], args.data
+    models, notes, samples = [], [], []
     for name, folder, config in zip(names, folders, configs, strict=True):
         sample = sequences.draw(
             args.data, folder, config.vocab_size, args.samples, length, args.seed
         )
-        source = sample.source
+        samples.append(sample)
         notes += [note for note in sample.notes if note not in notes]
         models.append(
             probe(
@@ -121,7 +121,14 @@ def _measure(args: argparse.Namespace) -> Numbers:
                 progress=_progress(name, len(sample.sequences)),
             )
         )
-    return Numbers(source, models, notes, args.gamma)
+    numbers = Numbers(samples[0].source, models, notes, args.gamma)
+    if len(samples) == 2:
+        ids = [torch.cat(sample.sequences) for sample in samples]
+        if torch.equal(*ids):
+            numbers.pair_losses()
+        else:
+            notes.append("the models have different tokenizers: their sequences differ")
+    return numbers
 
 
 def _decoder(folder: Path, config: SpiralConfig) -> Callable[[int], str]:

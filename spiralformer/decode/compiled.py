@@ -85,9 +85,7 @@ class CompiledRunner(Runner):
             mask = mask[:, None, None]
             torch._dynamo.mark_dynamic(mask, 3)
             masks.append(mask)
-        out = self.stacks[id(stack)](
-            torch.cat(list(inputs)), cos, sin, keys, values, places, masks
-        )
+        out = self.stacks[id(stack)](torch.cat(list(inputs)), cos, sin, keys, values, places, masks)
         return list(out.split([append.batch for append in appends]))
 
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:

@@ -124,9 +124,7 @@ EAGER = Runner()
 
 
 @torch.no_grad()
-def step(
-    model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = EAGER
-) -> Tensor:
+def step(model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = EAGER) -> Tensor:
     """Advances every row by one token, ids (B); returns the output states (B, D).
 
     Coarse passes run only for the rows whose chunk completes. Where an iteration lags (s ≥ g), no

@@ -375,7 +375,8 @@ class Averages:
             values = self.values(f"loss/phase/{g}/{omega}")
             error = metrics.standard_error(values)
             mean = metrics.mean(values)
-            phases.append({"chunk": g, "offset": omega, "excess": mean, "error": error})
+            found = {"chunk": g, "offset": omega, "excess": mean, "error": error}
+            phases.append({**found, "each": values})
         return {
             "mean": float(metrics.mean(each)),
             "error": float(np.nan_to_num(metrics.standard_error(each))),

@@ -37,18 +37,23 @@ def reads(it: Iteration, i: int) -> int | None:
 
 def describe(config: SpiralConfig, i: int) -> str:
     """What token i reads, in words."""
+    if not config.iterations:
+        return f"Token {i} passes through every layer once."
     said = []
     for it in config.iterations:
         j = reads(it, i)
         if j is None:
-            said.append(f"{it.resolution}: nothing yet")
-            continue
-        first, last = _members(it, j)
-        span = f"token {last}" if first == last else f"tokens {first}–{last}"
-        said.append(f"{it.resolution}: chunk {j}, {span}")
-    passes = [str(it.resolution) for it in config.iterations if it.triggers(i)]
-    runs = f"decoding it runs the core at {', '.join(passes)}" if passes else "no core pass"
-    return f"Token {i} reads " + "; ".join(said) + f". {runs[0].upper()}{runs[1:]}."
+            read = "nothing yet"
+        elif _members(it, j) == (i, i):
+            read = "itself"
+        else:
+            first, last = _members(it, j)
+            span = f"token {last}" if first == last else f"tokens {first}–{last}"
+            read = f"chunk {j} ({span})"
+        said.append(f"{read} at iteration {it.index}")
+    passes = [str(it.index) for it in config.iterations if it.triggers(i)]
+    words = f"of iteration{'s' * (len(passes) > 1)} {', '.join(passes)}" if passes else "not at all"
+    return f"Token {i} reads {', '.join(said)}. Decoding it runs the core {words}."
 
 
 def svg(config: SpiralConfig) -> str:
@@ -124,7 +129,7 @@ def _iteration(
         x, span = LEFT + first * cell, min(last + 1, shown) - first
         parts.append(_cell(x, y, span * cell, _shade(colour, j), whole=last < shown))
         middle = x + span * cell / 2 - (5 if it.chunk > 1 else 0)
-        if span * cell >= 13 and last < shown:
+        if last < shown and (span > 1 or it.chunk == 1):
             parts.append(_text(middle, y + 14, str(j), "c"))
         if it.triggers(last) and last < shown and it.chunk > 1:
             parts.append(f'<circle cx="{LEFT + (last + 0.5) * cell}" cy="{y + 10}" r="3.6"/>')

@@ -359,6 +359,9 @@ def draw_position(canvas: Canvas, found: Findings, everyone: list[Findings]) -> 
     top.set_xlabel("position in the sequence", labelpad=1)
     top.set_ylabel("loss")
     top.yaxis.set_major_locator(MaxNLocator(4))
+    losses = np.concatenate([f.loss["by_position"] for f in everyone])
+    margin = 0.06 * float(np.nanmax(losses) - np.nanmin(losses)) + 0.01
+    top.set_ylim(np.nanmin(losses) - margin, np.nanmax(losses) + margin)
     peak = [
         np.abs(p["excess"]) + np.nan_to_num(2 * p["error"])
         for f in everyone
@@ -369,9 +372,14 @@ def draw_position(canvas: Canvas, found: Findings, everyone: list[Findings]) -> 
         g = int(phase["chunk"])
         ax.axhline(0, color=GREY, lw=0.7)
         error = np.nan_to_num(2 * phase["error"])
-        ax.errorbar(
-            np.arange(g), phase["excess"], error, fmt="s", color=ORANGE, ms=3, capsize=2, lw=0.9
-        )
+        style: dict[str, Any] = {"ms": 3, "capsize": 2, "lw": 0.9}
+        ax.errorbar(np.arange(g), phase["excess"], error, fmt="s", color=ORANGE, **style)
+        if "against" in phase:
+            error = np.nan_to_num(2 * phase["against_error"])
+            style |= {"color": BLUE, "mfc": "white", "label": "less the control’s"}
+            ax.errorbar(np.arange(g) + 0.12, phase["against"], error, fmt="o", **style)
+            if ax is rest[0]:
+                ax.legend(loc="lower right", borderpad=0, bbox_to_anchor=(1, 0.97))
         ax.set_ylim(-limit, limit)
         ax.set_xlim(-0.5, g - 0.5)
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -522,8 +530,9 @@ DRAWINGS = (
         "position",
         "Loss by position, and within chunks",
         "Loss of the token predicted at each position; below, its excess over the mean by the "
-        "place in the chunk of the token that predicts, with two standard errors over sequences. "
-        "With the right-shift the latent of a chunk is known only from its last place on.",
+        "place in the chunk of the token that predicts, with two standard errors over sequences; "
+        "beside it the same less the control’s on the same text, where there is one. With the "
+        "right-shift the latent of a chunk is known only from its last place on.",
         (4.6, 4.8),
         lambda f: True,
         "",

@@ -20,7 +20,7 @@ import numpy as np
 
 from spiralformer.config import ConfigError, Iteration, SpiralConfig
 from spiralformer.errors import UserError
-from spiralformer.probes.metrics import cross_loop_range, dynamic_heads
+from spiralformer.probes.metrics import cross_loop_range, dynamic_heads, mean, standard_error
 
 FORMAT = 1
 NUMBERS = "numbers.json"
@@ -44,7 +44,8 @@ class Findings:
 
     loss: dict[str, Any]
     """mean; error; edges and by_position (one number per bin of positions); phases, a list of
-    {chunk, offset, excess (G), error (G)}: loss by place in a chunk, less the mean"""
+    {chunk, offset, excess (G), error (G)}: loss by place in a chunk, less the mean; beside a
+    control also against and against_error, the same less the control's on the same sequences"""
     skipped: list[str] = field(default_factory=list)  # what could not be measured, and why
 
     updates: dict[str, np.ndarray] | None = None
@@ -108,9 +109,21 @@ class Numbers:
     notes: list[str]  # what differed from what was asked
     gamma: int
 
+    def pair_losses(self) -> None:
+        """Holds the first model's loss by place against the control's, sequence by sequence: what
+        is hard in the text is hard for both, and cancels."""
+        found, control = self.models
+        for own, other in zip(found.loss["phases"], control.loss["phases"], strict=True):
+            difference = own["each"] - other["each"]
+            own["against"] = mean(difference)
+            own["against_error"] = standard_error(difference)
+
     def save(self, folder: Path) -> Path:
         path = folder / NUMBERS
         content = {"format": FORMAT, **dataclasses.asdict(self)}
+        for found in content["models"]:
+            for phase in found["loss"]["phases"]:
+                phase.pop("each", None)  # of every sequence: too much to keep
         path.write_text(json.dumps(_plain(content), indent=1, allow_nan=False) + "\n", "utf-8")
         return path
 

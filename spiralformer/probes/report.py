@@ -42,7 +42,7 @@ dt{grid-column:1}dd{grid-column:2;margin:0}
 .partly{color:#6b4e00;background:#fdf5dc;border-color:#E69F00}
 .opposite,.no{color:#8a3b00;background:#fdf0e6;border-color:#D55E00}
 .not,.geometry{color:#555;background:#f1f1f1;border-color:#aaa}
-figure{margin:0;min-width:0}figure img{display:block;width:100%;height:auto;max-width:660px}
+figure{margin:0;min-width:0}figure img{display:block;width:100%;height:auto}
 .scroll{overflow-x:auto;-webkit-overflow-scrolling:touch}.scroll svg{display:block}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.88rem;margin:8px 0}
 th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
@@ -178,7 +178,9 @@ def _figure(drawing: Drawing, models: list[Findings], figures: Path) -> str:
     for found, svg in panels(drawing, models, figures):
         alt = escape(f"{drawing.title}: {found.name}", quote=True)
         data = base64.b64encode(svg).decode()
-        shown.append(f'<figure><img alt="{alt}" src="data:image/svg+xml;base64,{data}"></figure>')
+        width = f'style="max-width:{132 * drawing.size[0]:.0f}px"'
+        source = f"data:image/svg+xml;base64,{data}"
+        shown.append(f'<figure><img {width} alt="{alt}" src="{source}"></figure>')
     if not shown:
         return ""
     return (
@@ -226,8 +228,8 @@ def _table(found: Findings, gamma: int) -> str:
     assert found.updates is not None
     assert found.lens is not None
     head = ["iteration", "g", "ω", "s", "n", "window"]
-    head += [f"{s} {w}" for s in verdict.SYMBOLS.values() for w in ("all", "dynamic", "uniform")]
-    head += ["update", "change", "cosine", "lens loss", "lens right", "settles here"]
+    head += [f"{s}\n{w}" for s in verdict.SYMBOLS.values() for w in ("all", "dynamic", "uniform")]
+    head += ["update", "change", "cosine", "lens\nloss", "lens\nright", "settles\nhere"]
     rows = []
     for it in found.iterations:
         cells: list[str] = [f"{it.index} at {it.resolution}"]
@@ -259,7 +261,7 @@ def _plain_table(found: Findings) -> str:
 
 
 def _html_table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    top = "".join("<th>" + escape(cell).replace("\n", "<br>") + "</th>" for cell in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )

@@ -107,17 +107,19 @@ def overall(found: Findings) -> str:
 
 
 def against_control(found: Findings, control: Findings) -> list[str]:
-    """How much larger the shifts are than the control's, over all heads."""
+    """How large the shifts are beside the control's, over all heads."""
     lines = []
     for metric in METRICS:
-        ranges = [f.delta(metric) for f in (found, control) if f.iterations]
+        both = (found, control)
+        ranges = [f.delta(metric) for f in both if f.iterations]
         ranges = [r[~np.isnan(r)] for r in ranges]
         if len(ranges) < 2 or not all(len(r) for r in ranges):
             continue
         mine, theirs = (float(r.mean()) for r in ranges)
-        times = f", {mine / theirs:.1f} times as much" if theirs > 1e-9 else ""
+        uniform = [float(np.ptp(f.reference[metric])) for f in both]
         lines.append(
             f"Δ{SYMBOLS[metric]}, the range of a head across the loop, is {mine:.3f} on average in "
-            f"{found.name} and {theirs:.3f} in {control.name}{times}."
+            f"{found.name} and {theirs:.3f} in {control.name}; with uniform attention it would be "
+            f"{uniform[0]:.3f} and {uniform[1]:.3f}."
         )
     return lines
