@@ -217,5 +217,7 @@ def test_commands_refuse_bad_input_and_overwrite_nothing(tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+    with pytest.raises(CheckpointError, match="exists already"):
+        to_gpt_neox(from_gpt_neox(neox), taken)
     assert [p.name for p in (tmp_path / "taken").iterdir()] == ["work.txt"]
     assert not (tmp_path / "out").exists()

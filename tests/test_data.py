@@ -127,6 +127,12 @@ def test_byte_tokens_are_the_bytes(tmp_path):
     assert (tokenizer.eot_id, tokenizer.vocab_size) == (256, 257)
 
 
+def test_a_trained_bpe_reads_and_writes_text_it_never_saw():
+    tokenizer = train_bpe(["aaa " * 50], 260)
+    for text in DOCUMENTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_saved_tokenizers_are_hugging_face_folders(tmp_path):
     from transformers import AutoTokenizer
 
@@ -414,7 +420,8 @@ def test_finished_work_is_kept_and_other_settings_are_refused(tmp_path, capsys):
     assert "already done" in capsys.readouterr().err
     assert cli.main([*command, "--text-field", "id"]) == 2
     assert "text_field text" in capsys.readouterr().err
-    write_source(tmp_path / "in", "jsonl", DOCUMENTS[:2])
+    write_source(tmp_path / "in", "jsonl", [DOCUMENTS[0].upper(), *DOCUMENTS[1:]])  # as long
+    os.utime(tmp_path / "in/a.jsonl", (0, 0))
     assert cli.main(command) == 2
     assert "sources differ" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before

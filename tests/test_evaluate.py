@@ -336,7 +336,7 @@ def test_only_a_few_rows_of_logits_exist_at_once(our_scorer, neox_scorer, monkey
     perplexity(our_scorer, documents, batch_size=8)
     lm = our_scorer.harness_lm(8)
     lm.loglikelihood(
-        [Instance("loglikelihood", {}, ("the", " " + sentence(n, 70)), 0) for n in range(9)]
+        [Instance("loglikelihood", {}, ("the", " " + sentence(n, 200)), 0) for n in range(9)]
     )
     hook.remove()
     assert max(seen) <= CHUNK < sum(seen)
@@ -563,11 +563,15 @@ def test_acc_norm_is_by_length_and_acc_is_not(loaded, name):
     assert scores["acc"].value < 1.0
 
 
+def half_known(context: str) -> int:
+    return 1 if "about anatomy" in context else -1
+
+
 def test_mmlu_weighs_subjects_by_their_size(loaded):
     """Three questions of anatomy, nine of astronomy: knowing only anatomy is 25 %."""
 
     def belief(context: str, continuation: str) -> float:
-        return likes_right(context, continuation)[0] * (1 if "about anatomy" in context else -1)
+        return likes_right(context, continuation)[0] * half_known(context)
 
     task = loaded["mmlu_continuation"]
     assert sorted(len(part.task_docs) for part in task.parts.values()) == [3, 9]
@@ -607,6 +611,9 @@ def test_limit_takes_the_first_examples_and_spreads_over_subjects(loaded):
     assert harness.score(stub, loaded["mmlu_continuation"], 0, limit=4).scores["acc"].count == 4
     assert sum("about anatomy" in context for context, _ in stub.seen) == 4 * 2
     assert harness.score(stub, loaded["mmlu_continuation"], 0, limit=1).scores["acc"].stderr is None
+    half = StubLM(lambda context, answer: likes_right(context, answer)[0] * half_known(context))
+    score = harness.score(half, loaded["mmlu_continuation"], 0, limit=2).scores["acc"]
+    assert (score.value, score.stderr) == (0.5, 0.5)  # of one example each, taken together
     assert harness.spread(7, {"a": 1, "b": 9, "c": 3}) == {"a": 1, "b": 3, "c": 3}
     assert harness.spread(None, {"a": 1}) == {"a": 1}
 
@@ -708,6 +715,11 @@ def test_the_best_of_several_is_bold_and_the_papers_row_is_no_rival(tmp_path):
     assert "**8.00 ±1.00**" in table  # a lower perplexity is better
     assert "**9.00" not in table.split("\n\n")[0]
     assert "**" not in report.render([good], options)
+    rows = [(("x", "0"), 1), (("y", "0"), 0.5), (("x", "5"), 3), (("y", "5"), 4)]
+    made = [report.Row(labels, {"a": (value, None)}) for labels, value in rows]
+    made.append(report.Row(("paper", "5"), {"a": (4, None)}, printed=True))
+    bold = re.findall(r"\*\*(.+?)\*\*", report.Table(("model", "shots"), ("a",), made).markdown())
+    assert bold == ["1.00", "4.00"]
     shown = report.for_terminal(table)
     assert "\x1b[1m30.00 ±1.00\x1b[0m" in shown
     plain = re.sub(r"\x1b\[\dm", "", shown)

@@ -89,6 +89,7 @@ def test_dynamic_heads_are_the_top_forty_percent():
     assert chosen.sum() == 51
     assert delta[chosen].min() > delta[~chosen].max()
     assert metrics.dynamic_heads(np.array([[0.3, 0.1, 0.2]])).tolist() == [[True, False, False]]
+    assert metrics.dynamic_heads(np.array([[0.4, 0.1, 0.2, 0.3]])).sum() == 2  # 1.6, rounded
     assert not metrics.dynamic_heads(np.zeros((2, 3))).any()
     missing = np.array([[0.1, np.nan, 0.2, 0.3, np.nan]])
     assert metrics.dynamic_heads(missing).tolist() == [[False, False, False, True, False]]
@@ -222,6 +223,23 @@ def test_the_lens_at_the_last_state_is_the_models_own_answer():
     assert found.lens["loss"][-1] == pytest.approx(own)
     assert found.lens["accuracy"][-1] == pytest.approx(right)
     assert found.lens["settled"].sum() == pytest.approx(1)
+
+
+def test_a_lens_on_some_positions_sees_the_same_as_on_all(monkeypatch):
+    """Those positions are a fixed draw, so fixed states give a part of the whole answer."""
+    model, ids = build(SPIRAL), tokens(1, 60)
+    monkeypatch.setattr(metrics, "LENS_POSITIONS", 20)
+    monkeypatch.setattr(metrics, "CKA_POSITIONS", 20)
+    found = probe(model, list(ids))
+    chosen = metrics.positions(59, 20)
+    assert len(set(chosen.tolist())) == 20
+    assert set((chosen % 4).tolist()) == {0, 1, 2, 3}  # every place of a chunk
+    with torch.no_grad():
+        logits = model(ids)[0, :-1]
+    losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    assert found.lens["loss"][-1] == pytest.approx(losses[chosen].mean().item())
+    assert found.loss["mean"] == pytest.approx(losses.mean().item())  # this one is of all
+    assert np.isfinite(found.cka).all()
 
 
 def test_blocks_of_queries_do_not_change_the_metrics(monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from spiralformer.bench.timing import interleave, table
 from spiralformer.decode import generate
 from spiralformer.decode.compiled import compile_for
 from spiralformer.decode.step import EAGER, Runner
+from spiralformer.model import SpiralFormer
 
 NAMES = ("baseline", "looped", "spiral-b", "spiral-b parallel")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,8 +50,8 @@ def measure(
 ) -> dict[str, float]:
     """Tokens per second of each case, after the prompts have been read."""
     configs = family(scale)
-    cases: dict[str, Callable[[int], None]] = {}
-    peer = hugging_face(configs["baseline"], DTYPES[dtype]).eval()
+    cases: dict[str, Callable[[int], Any]] = {}
+    peer: Any = hugging_face(configs["baseline"], DTYPES[dtype]).eval()
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -58,19 +61,16 @@ def measure(
     for name in NAMES:
         model = build(configs[name], DTYPES[dtype]).eval()
 
-        def case(n: int, model=model, runner: Runner = EAGER) -> None:
+        def decode(model: SpiralFormer, runner: Runner, n: int) -> None:
             generate(model, prompts, max_new_tokens=n, runner=runner)
 
-        cases[f"{name}, eager"] = case
+        cases[f"{name}, eager"] = partial(decode, model, EAGER)
         if compiled and len(prompts) == 1:
-            runner = compile_for(model, batch=1)
-            cases[f"{name}, compiled"] = lambda n, model=model, runner=runner: case(
-                n, model, runner
-            )
+            cases[f"{name}, compiled"] = partial(decode, model, compile_for(model, batch=1))
     for case in cases.values():
         case(tokens + 1)  # warm every length that will be timed
-    long = interleave({k: lambda c=c: c(tokens + 1) for k, c in cases.items()}, repeats, dtype)
-    read = interleave({k: lambda c=c: c(1) for k, c in cases.items()}, repeats, dtype)
+    long = interleave({k: partial(c, tokens + 1) for k, c in cases.items()}, repeats, dtype)
+    read = interleave({k: partial(c, 1) for k, c in cases.items()}, repeats, dtype)
     return {k: len(prompts) * tokens / (long[k] - read[k]) for k in cases}
 
 

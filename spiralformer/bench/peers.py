@@ -31,19 +31,10 @@ def hugging_face(config: SpiralConfig, dtype: torch.dtype, seed: int = 0) -> nn.
     """GPTNeoXForCausalLM of the baseline's shape, as a user would load it."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+    from spiralformer.convert import write_config
+
     torch.manual_seed(seed)
-    shape = GPTNeoXConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.parsed_layout.compute_layers,
-        num_attention_heads=config.num_heads,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_length,
-        rotary_pct=config.rotary_fraction,
-        use_parallel_residual=config.parallel_residual,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPTNeoXForCausalLM(shape).to(dtype)
+    fields = write_config(config.replace(norm="layernorm", scale_embeddings=False))
+    shape = GPTNeoXConfig(**fields, bos_token_id=None, eos_token_id=None)
+    model: nn.Module = GPTNeoXForCausalLM(shape)
+    return model.to(dtype)

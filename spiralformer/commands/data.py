@@ -170,6 +170,7 @@ class ProgressLine:
         now = time.monotonic()
         if self.first is None:  # the rate is that of the work after the first batch
             self.first, self.start = progress, now
+            return
         if now - self.shown_at < (0.2 if self.live else 10):
             return
         self.shown_at = now

@@ -72,7 +72,9 @@ class CompiledRunner(Runner):
             return EAGER.stack(stack, inputs, appends)
         positions = torch.cat([append.positions for append in appends])
         cos, sin = rotary(positions[:, None], self.config)
-        keys, values, places, masks = [], [], [], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        places, masks = [], []
         for append in appends:
             capacity = append.cache.keys.shape[3]
             end = min(-(-append.end // BUCKET) * BUCKET, capacity)

@@ -105,8 +105,8 @@ def measure(
         losses, lens = measure_lens(model, trace, ids, b)
         row |= lens | measure_losses(model.config, losses, grids)
         if model.config.num_iterations:
-            step = -(-ids.shape[1] // metrics.CKA_POSITIONS)
-            row["hsic"] = metrics.hsic([state[b, ::step] for state in trace.states])
+            chosen = metrics.positions(ids.shape[1], metrics.CKA_POSITIONS)
+            row["hsic"] = metrics.hsic([state[b, chosen] for state in trace.states])
         yield row
 
 
@@ -170,38 +170,39 @@ def measure_routing(mesh: MeSH, trace: Trace) -> dict[str, Tensor]:
 
 
 def measure_lens(model: SpiralFormer, trace: Trace, ids: Tensor, b: int) -> tuple[Tensor, Row]:
-    """What the model would answer if the loop ended at each state; and its own losses (L-1).
+    """The model's own losses (L-1), and what it would answer if the loop ended at each state.
 
     Through f_post, the last state's answer is the model's own. `direct` leaves f_post out.
     """
-    targets = ids[b, 1:]
-    last = len(trace.states) - 1
-    answers: dict[str, list[tuple[Tensor, Tensor]]] = {"": [], "direct_": []}
-    for t, state in enumerate(trace.states):
-        out = trace.out[b] if t == last else model.norm(model.post(state[b : b + 1]))[0]
-        answers[""].append(read_out(model, out, targets))
-        if model.config.num_iterations:
-            answers["direct_"].append(read_out(model, model.norm(state[b]), targets))
+    losses, tops = read_out(model, trace.out[b, :-1], ids[b, 1:])
     row: Row = {}
-    for name, found in answers.items():
-        if found and model.config.num_iterations:
-            row[f"lens/{name}loss"] = np.array([float(loss.mean()) for loss, _ in found])
-            right = [float((top == targets).double().mean()) for _, top in found]
-            row[f"lens/{name}accuracy"] = np.array(right)
-    if model.config.num_iterations:
-        tops = torch.stack([top for _, top in answers[""]])  # S L-1
-        at, right_at_last = metrics.settled(tops), tops[-1] == targets
-        for name, chosen in (("settled", at), ("settled_right", at[right_at_last])):
-            counts = torch.bincount(chosen, minlength=last + 1).double()
-            row[f"lens/{name}"] = (counts / counts.sum()).cpu().numpy()  # NaN where none is right
-    return answers[""][-1][0], row
+    if not model.config.num_iterations:
+        return losses, row
+    chosen = metrics.positions(len(losses), metrics.LENS_POSITIONS).to(ids.device)
+    targets = ids[b, 1:][chosen]
+    through, direct = [], []
+    for state in trace.states[:-1]:
+        out = model.norm(model.post(state[b : b + 1]))[0]
+        through.append(read_out(model, out[chosen], targets))
+    through.append((losses[chosen], tops[chosen]))
+    for state in trace.states:
+        direct.append(read_out(model, model.norm(state[b, chosen]), targets))
+    for name, answers in (("", through), ("direct_", direct)):
+        row[f"lens/{name}loss"] = np.array([float(loss.mean()) for loss, _ in answers])
+        right = [float((top == targets).double().mean()) for _, top in answers]
+        row[f"lens/{name}accuracy"] = np.array(right)
+    predictions = torch.stack([top for _, top in through])  # S positions
+    at, right_at_last = metrics.settled(predictions), predictions[-1] == targets
+    for name, where in (("settled", at), ("settled_right", at[right_at_last])):
+        counts = torch.bincount(where, minlength=len(through)).double()
+        row[f"lens/{name}"] = (counts / counts.sum()).cpu().numpy()  # NaN where none is right
+    return losses, row
 
 
 def read_out(model: SpiralFormer, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and most likely token at each of the first L-1 places of hidden (L, D)."""
+    """Loss and most likely token (n) of normalised states (n, D)."""
     losses, tops = [], []
-    rows = hidden[: len(targets)].split(HEAD_ROWS)
-    for h, target in zip(rows, targets.split(HEAD_ROWS), strict=True):
+    for h, target in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
         logits = model.head(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses.append(F.cross_entropy(logits, target, reduction="none").double())

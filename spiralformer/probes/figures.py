@@ -24,7 +24,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from spiralformer.probes.findings import METRICS, Findings
-from spiralformer.probes.metrics import min_max
+from spiralformer.probes.metrics import LENS_POSITIONS, min_max
 from spiralformer.probes.verdict import SYMBOLS, TITLES
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
@@ -478,7 +478,8 @@ DRAWINGS = (
         "Logit lens: at which loop does the answer appear?",
         "Above: the loss if the loop ended at this state, read through f_post (the last one is the "
         "model’s own loss) or by the final norm and head alone. Below: at which state the most "
-        "likely token first is what it will be at the end, and stays so.",
+        "likely token first is what it will be at the end, and stays so. At up to "
+        f"{LENS_POSITIONS} positions of each sequence.",
         (4.6, 4.0),
         lambda f: f.lens is not None,
         LOOP,

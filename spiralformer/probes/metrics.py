@@ -15,7 +15,8 @@ from torch import Tensor
 GAMMA = 32  # tokens in the local window, at full resolution
 DYNAMIC_SHARE = Fraction(2, 5)
 NEGLIGIBLE = 1e-12  # a spread that is numerically nothing
-CKA_POSITIONS = 1024  # positions of a sequence that enter the similarity of states
+CKA_POSITIONS = 1024  # of a sequence that enter the similarity of states
+LENS_POSITIONS = 512  # of a sequence at which the logit lens looks
 
 
 # ---------------------------------------------------------------------------- attention
@@ -41,10 +42,11 @@ class AttentionSums:
         """Rows of queries start, start+1, …: (H, Q, K), whose keys from K on have no weight."""
         queries, keys = rows.shape[1:]
         self.keys[:, :keys] += rows.sum(1, dtype=torch.float64)
+        first = max(start - self.window, 0)
         q = torch.arange(start, start + queries, device=rows.device)[:, None]
-        k = torch.arange(keys, device=rows.device)
+        k = torch.arange(first, keys, device=rows.device)
         near = (q - self.window <= k) & (k < q)  # the query itself is not its own neighbourhood
-        self.local += (rows * near).sum((1, 2), dtype=torch.float64)
+        self.local += (rows[:, :, first:] * near).sum((1, 2), dtype=torch.float64)
 
     def entropy(self) -> Tensor:
         """H, (heads): entropy of the key-marginal over log n; undefined for fewer than 2 keys."""
@@ -112,6 +114,14 @@ def min_max(delta: np.ndarray) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------- states and answers
+
+
+def positions(length: int, most: int) -> Tensor:
+    """All of 0 … length-1, or a fixed draw of `most` of them, in order. Not every k-th: that would
+    be always the same places of a chunk."""
+    if length <= most:
+        return torch.arange(length)
+    return torch.randperm(length, generator=torch.Generator().manual_seed(0))[:most].sort()[0]
 
 
 def hsic(states: list[Tensor]) -> np.ndarray:

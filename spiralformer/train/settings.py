@@ -185,7 +185,7 @@ class TrainConfig(_Group):
 
     optim: Optim = field(default_factory=Optim)
     precision: str = _setting(
-        "float32, bfloat16 (autocast), or auto: bfloat16 where the device is fast at it",
+        "float32, bfloat16 (autocast) or auto: bfloat16 where it is fast",
         "auto",
         decides=True,
     )

@@ -1,0 +1,151 @@
+"""Several processes learn what one does: DDP and FSDP2 over gloo."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from spiralformer.train.corpus import find_sources
+from spiralformer.train.loop import train
+from spiralformer.train.prepare import Recipe, prepare
+from spiralformer.train.settings import TrainConfig
+from tests.training import SMALL, checkpoints, in_processes, repeatable, weights, write_text
+
+KINDS = ("ddp", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    source = write_text(folder / "text.jsonl")
+    prepare(find_sources([str(source)]), folder / "bytes", Recipe(bytes=True, valid_fraction=0.2))
+    return folder / "bytes"
+
+
+@pytest.fixture(scope="module")
+def make(data, tmp_path_factory):
+    def config(**changes) -> TrainConfig:
+        out = tmp_path_factory.mktemp("out") / "run"
+        fields = {**SMALL, "data": {"path": str(data)}, "out": str(out), "micro_batch": 1}
+        config = TrainConfig.from_dict(fields)
+        return config.override({name.replace("__", "."): v for name, v in changes.items()})
+
+    return config
+
+
+@pytest.fixture(scope="module")
+def alone(make) -> TrainConfig:
+    """A run on one process: four micro-batches a step."""
+    config = make()
+    train(config, quiet=True)
+    return config
+
+
+def assert_close_runs(one: TrainConfig, other: TrainConfig, tolerance: float = 1e-4) -> None:
+    first, second = weights(one.out), weights(other.out)
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=tolerance, atol=tolerance)
+    for a, b in zip(repeatable(one.out), repeatable(other.out), strict=True):
+        assert a.keys() == b.keys()
+        assert a["step"] == b["step"]
+        for key in ("loss", "grad_norm", "lr", "valid_loss", "tokens", "valid_tokens"):
+            assert a.get(key) == pytest.approx(b.get(key), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_are_one_with_twice_the_micro_batches(make, alone, kind):
+    config = make(parallel=kind)
+    assert in_processes(config, 2) == ([0, 0], [])
+    assert_close_runs(alone, config)
+
+
+def test_three_processes_validate_on_every_token_once(make):
+    """Batches that do not divide by the processes, and sharded weights, which need everyone."""
+    one = make(batch=3, valid__tokens=0, steps=2)
+    three = make(batch=3, valid__tokens=0, steps=2, parallel="fsdp")
+    train(one, quiet=True)
+    assert in_processes(three, 3) == ([0, 0, 0], [])
+    assert_close_runs(one, three)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__tie_embeddings": True, "checkpointing": True, "sample__tokens": 4},
+        {"model__layout": "1+1+1+1"},
+    ],
+    ids=["tied, recomputed, sampled", "untied cores"],
+)
+def test_sharding_holds_for_other_models(make, changes):
+    one, two = make(steps=4, **changes), make(steps=4, parallel="fsdp", **changes)
+    train(one, quiet=True)
+    assert in_processes(two, 2) == ([0, 0], [])
+    assert_close_runs(one, two)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_on_two_processes_and_resumed_on_one(make, alone, kind):
+    """Only one of them is told to stop: they agree on the step."""
+    config = make(parallel=kind)
+    codes, _ = in_processes(config, 2, kill_at=3, with_signal=signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM] * 2
+    assert checkpoints(config)[-1].name == "step-00000003"
+    train(config, quiet=True)
+    assert_close_runs(alone, config)
+
+
+def test_stopped_on_one_process_and_resumed_on_two(make, alone):
+    config = make(parallel="fsdp")
+    codes, _ = in_processes(config, 1, kill_at=6, with_signal=signal.SIGKILL)
+    assert codes == [-signal.SIGKILL]
+    assert in_processes(config, 2) == ([0, 0], [])
+    assert_close_runs(alone, config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_and_resumed_on_two_is_never_stopped(make, kind):
+    whole, stopped = make(parallel=kind), make(parallel=kind)
+    assert in_processes(whole, 2) == ([0, 0], [])
+    in_processes(stopped, 2, kill_at=6, with_signal=signal.SIGTERM)
+    assert in_processes(stopped, 2) == ([0, 0], [])
+    assert_close_runs(whole, stopped, tolerance=1e-5)
+
+
+def test_an_error_of_one_process_ends_all(make):
+    config = make(batch=4, micro_batch=4)
+    codes, errors = in_processes(config, 2)
+    assert codes == [2, 2]
+    assert "batch 4 cannot be spread over 2 processes in micro-batches of 4" in errors[0]
+    train(make(out=config.out), quiet=True)
+    codes, errors = in_processes(make(out=config.out, optim__lr=1.0), 2)  # found by the first only
+    assert codes == [2, 2]
+    assert all("optim.lr: 0.01 there, 1.0 here" in error for error in errors)
+
+
+def test_a_full_disk_ends_all(make):
+    config = make(parallel="fsdp")
+    codes, errors = in_processes(config, 2, file_limit=20_000)
+    assert codes == [2, 2]
+    assert all("cannot be written: File too large" in error for error in errors)
+    assert checkpoints(config) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchrun(make, alone, kind, tmp_path):
+    config = make(parallel=kind)
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = ["-m", "spiralformer.cli", "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(
+        [*torchrun, "--standalone", *command], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"2 processes ({kind})" in done.stderr
+    assert done.stdout.count("bits per byte") == 1
+    assert_close_runs(alone, config)
