@@ -121,7 +121,7 @@ class Stack(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         rope = rotary(positions if positions.dim() == 1 else positions[:, None], self.config)
         for i, block in enumerate(self.blocks):
-            if self.checkpointing and self.training:
+            if self.checkpointing and self.training and caches is None:
                 x = checkpoint(block, x, rope, use_reentrant=False)
             else:
                 x = block(x, rope, None if caches is None else caches[i])
