@@ -65,7 +65,7 @@ def downscale(model: SpiralFormer, it: Iteration, h: States) -> States:
         elif model.config.downscale == "mean":
             weights = [torch.full_like(state[0], 1 / it.chunk) for state in chunk]
         else:
-            scorer = model.scalings[it.index].down.scorer.weight[0]
+            scorer = model.scalings[it.index].downscale.scorer.weight[0]
             exps = [torch.exp(scorer @ state) for state in chunk]
             weights = [e / sum(exps) for e in exps]
         z.append(torch.stack([w * state for w, state in zip(weights, chunk, strict=True)]).sum(0))
@@ -84,7 +84,7 @@ def upscale(model: SpiralFormer, it: Iteration, z_hat: States, length: int) -> S
             if model.config.upscale == "uniform":
                 beta = torch.full_like(z_hat[j][0], 1 / it.chunk)
             else:
-                router = model.scalings[it.index].up.router
+                router = model.scalings[it.index].upscale.router
                 exps = torch.exp(router.weight @ z_hat[j] + router.bias)
                 beta = exps[rho] / exps.sum()
             u.append(math.sqrt(it.chunk) * beta * z_hat[j])

@@ -149,8 +149,8 @@ def test_parameters_counted_are_parameters_built_part_by_part(config):
     assert counted.cores == tuple(size(core) for core in model.cores)
     assert counted.post == size(model.post)
     assert counted.final_norm == size(model.norm)
-    assert counted.scorers == tuple(size(scaling.down) for scaling in model.scalings)
-    assert counted.routers == tuple(size(scaling.up) for scaling in model.scalings)
+    assert counted.scorers == tuple(size(scaling.downscale) for scaling in model.scalings)
+    assert counted.routers == tuple(size(scaling.upscale) for scaling in model.scalings)
     assert counted.mesh == size(model.topology)
     assert counted.head == (0 if config.tie_embeddings else model.head.weight.numel())
     assert counted.unexplained == 0

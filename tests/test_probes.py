@@ -315,14 +315,14 @@ def test_aggregation_is_seen_by_place_and_by_token():
     model = build(SPIRAL.replace(layout="0+1x{1/4}+0", topology="none"))
     ids = torch.randint(0, 8, (30, 42), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():  # token 5 gets far more weight than any other
-        model.scalings[0].down.scorer.weight.copy_(3 * model.embedding.weight[5])
+        model.scalings[0].downscale.scorer.weight.copy_(3 * model.embedding.weight[5])
         model.embedding.weight[:8] -= model.embedding.weight[:8].mean(0)
     found = probe(model, list(ids)).aggregation[0]
     lifts = {text: lift for text, lift, _ in found["tokens"]}
     assert max(lifts, key=lifts.get) == "#5"
 
     h = model.embed(ids).detach()
-    scores = (h @ model.scalings[0].down.scorer.weight[0]).detach()
+    scores = (h @ model.scalings[0].downscale.scorer.weight[0]).detach()
     sums, lift_of_5 = np.zeros(4), []
     for row, score in zip(ids, scores, strict=True):
         for start in range(2, 42, 4):  # ω = 2: the first chunk is short and left out

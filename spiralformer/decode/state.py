@@ -334,7 +334,7 @@ class DecodeState:
             real = torch.arange(width, device=device) >= width - members[:, None]
             wide = part.total.dtype
             if part.peak.numel():
-                scores = model.scalings[it.index].down.scorer(states).squeeze(-1).to(wide)
+                scores = model.scalings[it.index].downscale.scorer(states).squeeze(-1).to(wide)
                 scores = scores.masked_fill(~real, FLOOR)
                 part.peak = scores.amax(1) if width else torch.full_like(part.peak, FLOOR)
                 alpha = torch.exp(scores - part.peak[:, None]) * real

@@ -190,7 +190,7 @@ def absorb(model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor) -> 
         return h if len(plan.rows) == len(plan.new) else h[plan.rows]
     if part.recent.shape[1]:
         part.recent = _last(part.recent, h, plan.new)
-    scorer = model.scalings[it.index].down.scorer if part.peak.numel() else None
+    scorer = model.scalings[it.index].downscale.scorer if part.peak.numel() else None
     wide, device = part.total.dtype, h.device
     if h.shape[1] == 1 and all(plan.new):  # one token: a plain step of the online softmax
         state = h[:, 0].to(wide)
@@ -276,7 +276,7 @@ def keep(
     before, then those just `found` (rows, chunks, D), with their allocations."""
     if found is None:
         return part.latents, part.allocations
-    up = model.scalings[part.it.index].up
+    up = model.scalings[part.it.index].upscale
     if part.it.chunk == 1:
         allocation = found.new_ones((*found.shape[:2], 1))
     else:

@@ -117,5 +117,5 @@ class Scaling(nn.Module):
     def __init__(self, config: SpiralConfig, it: Iteration) -> None:
         super().__init__()
         full = it.chunk == 1
-        self.down = nn.Identity() if full else DOWNSCALE[config.downscale](config, it)
-        self.up = nn.Identity() if full else UPSCALE[config.upscale](config, it)
+        self.downscale = nn.Identity() if full else DOWNSCALE[config.downscale](config, it)
+        self.upscale = nn.Identity() if full else UPSCALE[config.upscale](config, it)

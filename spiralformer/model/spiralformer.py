@@ -63,9 +63,9 @@ class SpiralFormer(nn.Module):
         v = self.pre(x)
         h, carrier = self.topology.start(x, v)
         for it, scaling in zip(self.config.iterations, self.scalings, strict=True):
-            z = scaling.down(h)
+            z = scaling.downscale(h)
             z = self.core(it.index)(z)
-            u = scaling.up(z)
+            u = scaling.upscale(z)
             u = causal_shift(u, it.shift, length)
             h, carrier = self.topology.update(u, h, carrier, it.index)
         return self.norm(self.post(h))

@@ -96,8 +96,8 @@ def watching(model: SpiralFormer, gamma: int = GAMMA) -> Iterator[Trace]:
     handles.append(model.pre.register_forward_pre_hook(before_pre))
     handles.append(model.pre.register_forward_hook(after_pre))
     for t, scaling in enumerate(model.scalings):
-        handles.append(scaling.down.register_forward_pre_hook(partial(before_iteration, t)))
-        handles.append(scaling.up.register_forward_hook(partial(after_upscale, t)))
+        handles.append(scaling.downscale.register_forward_pre_hook(partial(before_iteration, t)))
+        handles.append(scaling.upscale.register_forward_hook(partial(after_upscale, t)))
     handles.append(model.post.register_forward_pre_hook(before_post))
     handles.append(model.norm.register_forward_hook(after_norm))
     for stack in model.stacks():

@@ -129,14 +129,14 @@ def measure_chunks(
     found: dict[str, Tensor] = {}
     for it, scaling in zip(model.config.iterations, model.scalings, strict=True):
         h, z = trace.states[it.index], trace.latents[it.index]
-        if isinstance(scaling.down, SelfAggregation):
-            alpha = scaling.down.weights(h)
+        if isinstance(scaling.downscale, SelfAggregation):
+            alpha = scaling.downscale.weights(h)
             if it.offset:  # the first chunk has fewer members
                 alpha = alpha[:, 1:]
             tokens.add(it, ids, alpha)
             found |= {f"alpha/{it.index}/{k}": v for k, v in _profile(alpha).items()}
-        if isinstance(scaling.up, OutputDependentAllocation):
-            beta = scaling.up.allocation(z) / math.sqrt(it.chunk)
+        if isinstance(scaling.upscale, OutputDependentAllocation):
+            beta = scaling.upscale.allocation(z) / math.sqrt(it.chunk)
             found |= {f"beta/{it.index}/{k}": v for k, v in _profile(beta).items()}
     return found
 
