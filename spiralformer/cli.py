@@ -11,20 +11,20 @@ import sys
 from spiralformer.errors import UserError
 
 COMMANDS = {
-    "generate": "continue prompts with a trained model",
-    "bench": "speed and memory beside peers, as ratios within one run",
-    "count": "parameters, FLOPs, decode cost and cache size of a configuration",
     "data": "text to token shards, for training",
     "train": "train a model, or go on training it",
-    "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",
-    "export": "a model folder for those who do not have this package",
+    "generate": "continue prompts with a trained model",
     "eval": "the paper's tables for checkpoints, ours or any Hugging Face causal language model",
     "probe": "what each iteration of a trained loop attends to: figures and a report",
+    "count": "parameters, FLOPs, decode cost and cache size of a configuration",
+    "bench": "speed and memory beside peers, as ratios within one run",
+    "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",
+    "export": "a model folder for those who do not have this package",
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of the chosen command; `.run` is what carries them out."""
     parser = argparse.ArgumentParser(
         prog="spiralformer", description="SpiralFormer: looped Transformers, coarse to fine."
     )
@@ -36,7 +36,11 @@ def main(argv: list[str] | None = None) -> int:
             module = importlib.import_module(f"spiralformer.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if argv is None else argv)
     try:
         return args.run(args) or 0
     except UserError as error:
