@@ -24,7 +24,8 @@ MODEL_TYPE = "spiralformer"
 ARCHITECTURE = "SpiralFormerForCausalLM"
 PREFIX = "model."  # of the weights' names: the Hugging Face class holds our model under this name
 WEIGHTS = "model.safetensors"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
 
 
 class CheckpointError(UserError, ValueError):
@@ -150,7 +151,9 @@ def save_model(
             json.dumps(config_dict(model, **extra), indent=2) + "\n", encoding="utf-8"
         )
         for source in tokenizer_files(tokenizer) if tokenizer else ():
-            shutil.copyfile(source, part / source.name)
+            # a lone file may have any name
+            name = source.name if Path(source).parent == Path(str(tokenizer)) else TOKENIZER
+            shutil.copyfile(source, part / name)
         if folder.exists():
             old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)
@@ -169,6 +172,6 @@ def tokenizer_files(source: str | Path) -> list[Path]:
     source = Path(source)
     if source.is_file():
         return [source]
-    if not (source / "tokenizer.json").is_file():
-        raise CheckpointError(f"{source}: has no tokenizer.json")
+    if not (source / TOKENIZER).is_file():
+        raise CheckpointError(f"{source}: has no {TOKENIZER}")
     return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]

@@ -869,6 +869,10 @@ def test_a_folder_that_is_no_model_is_refused(refused, ours, neox, tmp_path):
     assert "model.safetensors: damaged" in refused(folder=copy)
     (copy / "model.safetensors").unlink()
     assert "no weights" in refused(folder=copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"layout": "1+2x{1/4,1/2,1}+1"}))
+    (copy / "model.safetensors").write_bytes(weights)
+    assert "the weights do not fit config.json" in refused(folder=copy)
 
     other = tmp_path / "other"
     shutil.copytree(neox, other)

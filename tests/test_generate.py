@@ -146,6 +146,13 @@ def test_the_command_prints_the_continuation_and_its_speed(folder):
     assert b"tokens/s" in done.stderr
 
 
+def test_a_tokenizer_file_of_any_name_becomes_the_folders_tokenizer(folder, tmp_path):
+    named = tmp_path / "20B_tokenizer.json"
+    named.write_bytes((folder / "tokenizer.json").read_bytes())
+    save_model(build(CONFIG), tmp_path / "other", tokenizer=named)
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == named.read_bytes()
+
+
 def damage(folder, how: str) -> None:
     weights, config = folder / "model.safetensors", folder / "config.json"
     if how == "missing weights":

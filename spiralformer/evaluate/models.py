@@ -1,7 +1,7 @@
 """Model folders, ours and any causal language model of Hugging Face, as scorers of tokens.
 
-`inspect` finds everything that can be wrong with a folder without loading its weights;
-`load_scorer` loads them. Shapes: B rows, L tokens, V vocabulary.
+`inspect` finds what is wrong with a folder before any long work; `load_scorer` loads its weights.
+Shapes: B rows, L tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def inspect(folder: str | Path) -> Candidate:
             f"{folder}: the tokenizer does not fit the model: its largest id is {largest}, the "
             f"model's vocabulary has {vocab_size}; put the tokenizer it was trained with there"
         )
-    return Candidate(folder, config, tokenizer, max_length, fingerprint(folder))
+    candidate = Candidate(folder, config, tokenizer, max_length, fingerprint(folder))
+    if candidate.is_ours:
+        load_model(folder, device="meta")  # do the weights fit the configuration?
+    return candidate
 
 
 def _inspect_foreign(folder: Path) -> tuple[Any, int, int]:

@@ -139,7 +139,7 @@ def _verdict_card(found: Findings) -> str:
     low, high = found.lengths
     tokens = f"{high:,}" if low == high else f"{low:,} to {high:,}"
     rows = []
-    for judged in verdict.verdicts(found):
+    for judged in verdict.verdicts(found) if found.iterations else ():
         label = f"{verdict.TITLES[judged.metric]}, {judged.heads} heads"
         kind = judged.word.split()[0]
         rows.append(
@@ -150,7 +150,7 @@ def _verdict_card(found: Findings) -> str:
         f"<section class=card><h3>{escape(found.name)}</h3>"
         f"<p class=dim><code>{escape(found.config.layout)}</code>, topology "
         f"{found.config.topology}, {found.parameters / 1e6:.3g} M parameters; "
-        f"{found.sequences} sequences of {tokens} tokens; loss {found.loss['mean']:.3f} ± "
+        f"{found.sequences} sequence{'s' * (found.sequences != 1)} of {tokens} tokens; loss {found.loss['mean']:.3f} ± "
         f"{found.loss['error']:.3f}</p>"
         f"<p class=overall>{escape(verdict.overall(found))}</p>"
         f"<dl>{''.join(rows)}</dl></section>"

@@ -89,6 +89,8 @@ def judge(found: Findings, metric: str, heads: str) -> Verdict:
 
 def overall(found: Findings) -> str:
     """One line on the two metrics, over all heads."""
+    if not found.iterations:
+        return "This model has no loop: there are no iterations to compare."
     entropy, local = (judge(found, metric, "all").word for metric in METRICS)
     if entropy == local == "yes":
         return "The hierarchy of the paper shows: coarse iterations are diffuse, fine ones local."
