@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 
+from spiralformer import __version__
 from spiralformer.errors import UserError
 
 COMMANDS = {
@@ -26,17 +27,24 @@ COMMANDS = {
 def parse(argv: list[str]) -> argparse.Namespace:
     """The arguments of the chosen command; `.run` is what carries them out."""
     parser = argparse.ArgumentParser(
-        prog="spiralformer", description="SpiralFormer: looped Transformers, coarse to fine."
+        prog="spiralformer",
+        description="SpiralFormer: looped Transformers, coarse to fine.",
+        epilog="spiralformer COMMAND --help says more.",
     )
+    parser.add_argument("--version", action="version", version=f"spiralformer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((a for a in argv if not a.startswith("-")), None)
     for name, help in COMMANDS.items():
-        command = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-        if name == chosen:
-            module = importlib.import_module(f"spiralformer.commands.{name.replace('-', '_')}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    return parser.parse_args(argv)
+        commands.add_parser(name, help=help, add_help=False)
+    chosen = parser.parse_known_args(argv[:1])[0].command
+    help = COMMANDS[chosen]
+    command = argparse.ArgumentParser(
+        prog=f"spiralformer {chosen}", description=help[0].upper() + help[1:] + "."
+    )
+    module = importlib.import_module(f"spiralformer.commands.{chosen}")
+    module.add_arguments(command)
+    args = command.parse_intermixed_args(argv[1:])  # flags may stand anywhere
+    args.command, args.run = chosen, module.run
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
