@@ -17,7 +17,9 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 run: $(READY)
-	$(BIN)/spiralformer count spiral-b-410m-mesh
+	$(BIN)/spiralformer data stdlib --train-bpe 4096 --valid-fraction 0.05 --out runs/stdlib
+	$(BIN)/spiralformer train configs/stdlib.yaml
+	$(BIN)/spiralformer generate runs/stdlib-spiral/model --prompt "def " --max-new-tokens 100
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2

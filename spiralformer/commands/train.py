@@ -13,8 +13,7 @@ EPILOG = """\
 example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib batch=16 optim.lr=2e-3
 
 The same command goes on from the last checkpoint in the run's folder. Stopped by Ctrl-C or SIGTERM,
-it finishes the step and saves first. On several processes: torchrun … -m spiralformer.cli train …
-(docs/distributed.md).
+it finishes the step and saves first. For several processes see docs/distributed.md.
 
 fields, with their defaults:
 """

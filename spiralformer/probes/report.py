@@ -150,8 +150,8 @@ def _verdict_card(found: Findings) -> str:
         f"<section class=card><h3>{escape(found.name)}</h3>"
         f"<p class=dim><code>{escape(found.config.layout)}</code>, topology "
         f"{found.config.topology}, {found.parameters / 1e6:.3g} M parameters; "
-        f"{found.sequences} sequence{'s' * (found.sequences != 1)} of {tokens} tokens; loss {found.loss['mean']:.3f} ± "
-        f"{found.loss['error']:.3f}</p>"
+        f"{found.sequences} sequence{'s' * (found.sequences != 1)} of {tokens} tokens; "
+        f"loss {found.loss['mean']:.3f} ± {found.loss['error']:.3f}</p>"
         f"<p class=overall>{escape(verdict.overall(found))}</p>"
         f"<dl>{''.join(rows)}</dl></section>"
     )

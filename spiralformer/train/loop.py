@@ -105,8 +105,18 @@ def train(
     resume: "auto" goes on from a checkpoint of the same configuration, and starts where there is
     none; "must" does not start; "never" removes what is there and starts. `watch` is given each
     record of metrics.jsonl, on the main process."""
+    with start_processes(config.device) as processes:
+        return _train(config, processes, resume, quiet, watch)
+
+
+def _train(
+    config: TrainConfig,
+    processes: Processes,
+    resume: str,
+    quiet: bool,
+    watch: Callable[[Record], None] | None,
+) -> TrainResult:
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(start_processes(config.device))
         console = Console(quiet or not processes.main)
         stack.callback(console.close)
         folder = RunFolder(Path(config.out))

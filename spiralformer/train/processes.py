@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -92,9 +94,23 @@ def start_processes(device: str) -> Iterator[Processes]:
             yield Processes(0, 1, chosen)
         else:
             yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+    except BaseException as error:
+        if ours:
+            _clear_frames(error)
+        raise
     finally:
         if ours:
+            # The model must be gone by now. If a DDP model were the last to hold the group, it would
+            # wait for the group's threads while it holds the lock that they need to end.
+            gc.collect()
             dist.destroy_process_group()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Frees what the functions that an error went through still hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def choose_device(name: str) -> torch.device:
