@@ -100,8 +100,8 @@ def start_processes(device: str) -> Iterator[Processes]:
         raise
     finally:
         if ours:
-            # The model must be gone by now. If a DDP model were the last to hold the group, it would
-            # wait for the group's threads while it holds the lock that they need to end.
+            # The model must be gone by now. A DDP model that is the last to hold the group waits
+            # for the group's threads while it holds the lock that they need to end.
             gc.collect()
             dist.destroy_process_group()
 
