@@ -66,7 +66,9 @@ def measure(
 
         cases[f"{name}, eager"] = partial(decode, model, EAGER)
         if compiled and len(prompts) == 1:
-            cases[f"{name}, compiled"] = partial(decode, model, compile_for(model, batch=1))
+            cases[f"{name}, compiled"] = partial(
+                decode, model, compile_for(model, batch=1, capacity=longest + 256)
+            )
     for case in cases.values():
         case(tokens + 1)  # warm every length that will be timed
     long = interleave({k: partial(c, tokens + 1) for k, c in cases.items()}, repeats, dtype)

@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
         print("compiling the decode step …", end=" ", file=sys.stderr, flush=True)
         begun = time.perf_counter()
-        runner = compile_for(model, batch=len(ids))
+        room = max(map(len, ids)) + args.max_new_tokens
+        runner = compile_for(model, batch=len(ids), capacity=room)
         print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
 
     found: list[list[int]] = [[] for _ in ids]

@@ -56,9 +56,13 @@ class StackPass(nn.Module):
 
 
 class CompiledRunner(Runner):
-    """Runs the stacks and the head compiled wherever all rows of a batch take part."""
+    """Runs the stacks and the head compiled wherever all rows of a batch take part.
 
-    def __init__(self, model: SpiralFormer, **options) -> None:
+    States should be made with its `capacity`: caches of another size compile anew.
+    """
+
+    def __init__(self, model: SpiralFormer, capacity: int, **options) -> None:
+        self.capacity = min(capacity, model.config.max_length)
         options = {"freezing": True, "max_autotune": True, **options}
         compile = lambda module: torch.compile(module, options=options, dynamic=None)
         self.config = model.config
@@ -95,10 +99,12 @@ class CompiledRunner(Runner):
 
 
 @torch.no_grad()
-def compile_for(model: SpiralFormer, batch: int = 1, warm: int = 16, **options) -> CompiledRunner:
+def compile_for(
+    model: SpiralFormer, batch: int = 1, capacity: int = 1024, warm: int = 16, **options
+) -> CompiledRunner:
     """A compiled runner, warmed up on every combination of passes that a token may need."""
-    runner = CompiledRunner(model, **options)
-    state = DecodeState.empty(model, batch, capacity=2 * BUCKET)
+    runner = CompiledRunner(model, capacity, **options)
+    state = DecodeState.empty(model, batch, runner.capacity)
     period = max([it.chunk for it in model.config.iterations], default=1)
     ids = torch.zeros(batch, dtype=torch.long, device=model.embedding.weight.device)
     for _ in range(max(warm, 2 * period)):

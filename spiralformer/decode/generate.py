@@ -110,9 +110,8 @@ def stream(
     rows = check_prompts(model, prompts, max_new_tokens, sampling)
     device = model.embedding.weight.device
     longest = max(len(row.prompt) for row in rows)
-    state = DecodeState.empty(
-        model, len(rows), capacity=min(longest + max_new_tokens, 2 * longest + 256)
-    )
+    capacity = max(min(longest + max_new_tokens, 2 * longest + 256), runner.capacity)
+    state = DecodeState.empty(model, len(rows), capacity)
     lengths = [len(row.prompt) for row in rows]
     ids = torch.zeros((len(rows), longest), dtype=torch.long, device=device)
     for b, row in enumerate(rows):

@@ -111,6 +111,8 @@ def extend(
 class Runner:
     """How the weights are run in a step: eagerly here, compiled in `decode.compiled`."""
 
+    capacity = 0  # tokens that a state should have room for from the start
+
     def stack(
         self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
     ) -> list[Tensor]:
