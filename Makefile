@@ -6,33 +6,39 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY  := $(VENV)/.ready
+DEV    := $(VENV)/.ready-dev
 
 .PHONY: run test test-slow check format bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[data,eval,dev]'
+	$(PIP) torch==2.13.0 setuptools
+	$(PIP) --no-build-isolation -e '.[data]'
 	touch $(READY)
+
+$(DEV): $(READY)
+	$(PIP) --no-build-isolation -e '.[data,eval,dev]'
+	touch $(DEV)
 
 run: $(READY)
 	$(BIN)/spiralformer data stdlib --train-bpe 4096 --valid-fraction 0.05 --out runs/stdlib
 	$(BIN)/spiralformer train configs/stdlib.yaml
 	$(BIN)/spiralformer generate runs/stdlib-spiral/model --prompt "def " --max-new-tokens 100
 
-test: $(READY)
+test: $(DEV)
 	$(BIN)/python -m pytest -n 2
 
-test-slow: $(READY)
+test-slow: $(DEV)
 	$(BIN)/python -m pytest -m slow
 
-check: $(READY)
+check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
