@@ -46,6 +46,14 @@ def alone(make) -> TrainConfig:
     return config
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def together(make, request) -> TrainConfig:
+    """The same on two processes: two micro-batches a step each."""
+    config = make(parallel=request.param)
+    assert in_processes(config, 2) == ([0, 0], [])
+    return config
+
+
 def assert_close_runs(one: TrainConfig, other: TrainConfig, tolerance: float = 1e-4) -> None:
     first, second = weights(one.out), weights(other.out)
     for name, value in first.items():
@@ -57,11 +65,16 @@ def assert_close_runs(one: TrainConfig, other: TrainConfig, tolerance: float = 1
             assert a[key] == pytest.approx(b[key], rel=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_are_one_with_twice_the_micro_batches(make, alone, kind):
-    config = make(parallel=kind)
+def test_two_processes_are_one_with_twice_the_micro_batches(alone, together):
+    assert_close_runs(alone, together)
+
+
+def test_stopped_and_resumed_on_two_is_never_stopped(make, together):
+    config = make(parallel=together.parallel)
+    codes, _ = in_processes(config, 2, kill_at=6, with_signal=signal.SIGTERM)
+    assert codes == [128 + signal.SIGTERM] * 2
     assert in_processes(config, 2) == ([0, 0], [])
-    assert_close_runs(alone, config)
+    assert_close_runs(together, config, tolerance=1e-5)
 
 
 def test_three_processes_validate_on_every_token_once(make):
@@ -105,15 +118,6 @@ def test_stopped_on_one_process_and_resumed_on_two(make, alone):
     assert codes == [-signal.SIGKILL]
     assert in_processes(config, 2) == ([0, 0], [])
     assert_close_runs(alone, config)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stopped_and_resumed_on_two_is_never_stopped(make, kind):
-    whole, stopped = make(parallel=kind), make(parallel=kind)
-    assert in_processes(whole, 2) == ([0, 0], [])
-    in_processes(stopped, 2, kill_at=6, with_signal=signal.SIGTERM)
-    assert in_processes(stopped, 2) == ([0, 0], [])
-    assert_close_runs(whole, stopped, tolerance=1e-5)
 
 
 def test_an_error_of_one_process_ends_all(make):

@@ -105,7 +105,9 @@ def overall(found: Findings) -> str:
         return "The hierarchy of the paper does not show in this model."
     if len(toward) == 2:
         return "The shift of the paper shows from end to end, but not at every step in between."
-    return f"The hierarchy of the paper shows in part: only {toward[0]} with resolution."
+    along = len({it.resolution for it in found.iterations}) > 1
+    path = "with resolution" if along else "from loop to loop, at one resolution"
+    return f"The hierarchy of the paper shows in part: only {toward[0]} {path}."
 
 
 def against_control(found: Findings, control: Findings) -> list[str]:
