@@ -469,9 +469,11 @@ def test_a_full_disk_leaves_the_last_checkpoint(small, whole):
     config = small()
     in_process(config, kill_at=3, with_signal=signal.SIGTERM)
     saved = checkpoints(config)[-1]
+    for limit in (20_000, 300):  # no room for a checkpoint; not even for a line of metrics
+        code, error = in_process(config, file_limit=limit)
+        assert code == 2
+        assert "cannot be written: File too large" in error
     code, error = in_process(config, file_limit=20_000)
-    assert code == 2
-    assert "cannot be written: File too large" in error
     assert f"the last checkpoint is {saved}" in error
     assert checkpoints(config) == [saved]
     assert fault(saved) is None
