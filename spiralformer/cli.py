@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "continue prompts with a trained model",
     "eval": "the paper's tables for checkpoints, ours or any Hugging Face causal language model",
     "probe": "what each iteration of a trained loop attends to: figures and a report",
+    "study": "the paper's experiments at any scale: runs, tables, figures and verdicts",
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
     "bench": "speed and memory beside peers, as ratios within one run",
     "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",

@@ -78,7 +78,8 @@ def _plain(name: str) -> dict[str, Any]:
     }
 
 
-def _ablated(name: str, change: str) -> dict[str, Any]:
+def ablated(name: str, change: str) -> dict[str, Any]:
+    """The fields of a preset with one of Table 2's changes."""
     fields = _plain(name)
     if change == "fine-to-coarse":
         fields["layout"] = re.sub(
@@ -91,7 +92,7 @@ def _ablated(name: str, change: str) -> dict[str, Any]:
 
 PRESETS: dict[str, dict[str, Any]] = {
     **{name: _plain(name) for name in LAYOUTS},
-    **{f"{name}-{change}": _ablated(name, change) for name in ABLATED for change in ABLATIONS},
+    **{f"{name}-{change}": ablated(name, change) for name in ABLATED for change in ABLATIONS},
 }
 
 

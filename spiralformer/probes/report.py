@@ -117,12 +117,17 @@ def html(numbers: Numbers, figures: Path) -> str:
         f"<p class=dim>All numbers are in <code>{NUMBERS}</code> beside this page; "
         "<code>spiralformer probe --redraw DIR</code> draws everything again from it.</p>",
     ]
+    return page(title, [*parts, f"<script>{SCRIPT}</script>"])
+
+
+def page(title: str, parts: Sequence[str], css: str = "") -> str:
+    """A whole page of these parts."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>{CSS}{css}</style></head>\n<body>\n"
         + "\n".join(part for part in parts if part)
-        + f"\n<script>{SCRIPT}</script>\n</body></html>\n"
+        + "\n</body></html>\n"
     )
 
 
@@ -249,7 +254,7 @@ def _table(found: Findings, gamma: int) -> str:
     before[-3:] = [_number(found.lens["loss"][0])] + [
         _percent(found.lens[k][0]) for k in ("accuracy", "settled")
     ]
-    return _html_table(found.name, head, [before, *rows])
+    return html_table(found.name, head, [before, *rows])
 
 
 def _plain_table(found: Findings) -> str:
@@ -257,10 +262,10 @@ def _plain_table(found: Findings) -> str:
         [str(layer), *(_number(found.attention["pre"][m][layer].mean()) for m in METRICS)]
         for layer in range(len(found.attention["pre"][METRICS[0]]))
     ]
-    return _html_table(found.name, ["layer", *verdict.SYMBOLS.values()], rows)
+    return html_table(found.name, ["layer", *verdict.SYMBOLS.values()], rows)
 
 
-def _html_table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join("<th>" + escape(cell).replace("\n", "<br>") + "</th>" for cell in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
