@@ -20,7 +20,7 @@ from spiralformer.accounting import parameters, training_flops_per_token
 from spiralformer.cli import main
 from spiralformer.errors import UserError
 from spiralformer.study import judge, lab, report, spec
-from spiralformer.study.conduct import conduct
+from spiralformer.study.conduct import Results, conduct
 from spiralformer.study.judge import NOISY, NOT_RUN, NOT_SEEN, SEEN, Found
 from spiralformer.study.lab import Lab, carry_out
 from spiralformer.study.spec import SCALES
@@ -423,6 +423,31 @@ def test_scaling_has_four_sizes_of_four_families():
     for row in study.rows:
         assert row.lr_factor * row.model.hidden_size == SCALES["nano"].hidden_size
         assert row.model.head_size == 32
+
+
+@pytest.mark.parametrize("name", ["main", "ablation", "recurrence", "scaling", "schedule"])
+def test_every_study_has_its_table_figure_and_verdicts(name, tmp_path):
+    """Of made-up losses, one row without any."""
+    study = spec.load(name, SCALES["nano"], seeds=2)
+    found = []
+    for k, row in enumerate(study.rows):
+        losses = {} if k == 1 else {0: 4 - 0.01 * k, 1: 4.002 - 0.011 * k}
+        made = dataclasses.replace(made_up("baseline", losses), row=row)
+        for record in made.records.values():
+            record |= {"steps": row.steps, "order": {}, "run": {}, "code": "here"}
+        found.append(dataclasses.replace(made, failures={} if losses else {0: "no luck"}))
+    noise = judge.noise_of(found, "here")
+    tried = {1e-3: 4.0, 2e-3: 3.9, 4e-3: math.inf}
+    tuned = {family: settled(tried, 3) for family in study.families}
+    verdicts = judge.verdicts(study.claims, found, noise)
+    results = Results(study, "nano", "data", found, tuned, noise, verdicts)
+    written = {path.name for path in report.write(results, tmp_path)}
+    assert {f"{study.figure}.png", "sweep.png", "report.html"} <= written
+    text = (tmp_path / "table.md").read_text()
+    assert all(row.model.layout in text for row in study.rows)
+    assert "failed: no luck" in text
+    assert len(verdicts) == len(study.claims) * (2 if name == "recurrence" else 1)
+    assert {SEEN, NOT_SEEN, NOISY} & {v.word for v in verdicts}
 
 
 def test_outputs_are_complete_and_self_contained(whole, tmp_path):

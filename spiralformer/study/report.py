@@ -49,7 +49,10 @@ def columns(results: Results) -> list[Column]:
         found.insert(0, ("row", lambda f: f.row.id))
     if any(f.row.core is not None for f in results.found):
         found.append(
-            ("ratio", lambda f: f"{100 * f.row.core:.0f} %" if f.row.core is not None else "")
+            (
+                "ratio",
+                lambda f: f"{100 * float(f.row.core):.0f} %" if f.row.core is not None else "",
+            )
         )
     if any("budget" in f.row.point for f in results.found):
         found.append(("training FLOPs", lambda f: _number(f.training_flops, ".3g")))
@@ -172,7 +175,9 @@ def _row(cells: Sequence[str]) -> str:
 
 def _noise(results: Results) -> str:
     return (
-        results.noise.says() if results.noise else "unknown; no study at this scale has two seeds"
+        results.noise.says()
+        if results.noise
+        else "unknown; main has no two seeds at this scale and budget"
     )
 
 

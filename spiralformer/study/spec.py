@@ -356,7 +356,8 @@ def _row(place: str, fields: Any, point: dict[str, float], match: str, scale: Sc
         plain = training_flops_per_token(family_config("baseline", scale), scale.length)
         tokens *= plain / training_flops_per_token(model, scale.length)
     unchanged = not {"change", "core", "resolutions", "set"} & fields.keys()
-    paper = preset_name(family, "{}") if unchanged or change else ""
+    named = (unchanged or change) and "width" not in point
+    paper = preset_name(family, "{}") if named else ""
     return Row(
         name=str(fields.get("name") or "-".join(filter(None, (family, change)))),
         label=str(fields.get("label") or FAMILIES[family]),
@@ -366,7 +367,7 @@ def _row(place: str, fields: Any, point: dict[str, float], match: str, scale: Sc
         steps=max(1, round(tokens / (scale.batch * scale.length))),
         point=point,
         core=core,
-        paper=f"{paper}-{change}" if change else paper,
+        paper=f"{paper}-{change}" if paper and change else paper,
     )
 
 
