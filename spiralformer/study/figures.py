@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from spiralformer import paper
 from spiralformer.probes.figures import BLUE, GREEN, GREY, ORANGE, STYLE, to_bytes
@@ -91,7 +92,7 @@ def families(results: Results, quality: Quality) -> Figure:
     right.axvline(0, color=GREY, lw=0.8)
     right.set_xlabel(f"difference to {base.row.label if base else results.study.reference}, nats")
     right.set_title("ours, with two standard errors; hollow: the paper’s", loc="left")
-    shown = [s for s in SIZES if any(s in quality(f) for f in found)]
+    shown = [s for s in SIZES if any(s in quality(f) for f in found if f is not base)]
     for size in shown:
         right.plot([], [], SIZES[size], color=GREY, mfc="white", ms=4, label=f"paper, {size}")
     if shown:
@@ -187,6 +188,9 @@ def _logarithmic(ax: Axes, label: str) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.2f}")
     ax.yaxis.set_minor_formatter(lambda value, _: f"{value:.2f}")
     ax.tick_params(axis="y", which="minor", labelsize=6.5)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e+", "e"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel(label)
     ax.grid(alpha=0.3, lw=0.6, which="both")
 

@@ -39,7 +39,7 @@ from spiralformer.train.data import open_split
 from spiralformer.train.report import Console, duration, read_metrics
 from spiralformer.train.settings import TrainConfig
 
-GUESSED_RATE = 25e9  # FLOP/s of a core, before anything is measured
+GUESSED_RATE = 35e9  # FLOP/s of a core, before anything is measured
 MARKS = 1024  # steps over which the order of the data is recorded
 FORKS = multiprocessing.get_context("forkserver")
 BUSY = 75  # exit code: another process is at this run
