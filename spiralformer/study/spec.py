@@ -64,7 +64,7 @@ def _paper(size: str, lr: float) -> Scale:
 
 SCALES: dict[str, Scale] = {
     "tiny": Scale("nano", 24, 3, 512, 64, 2, 512, 4e-3, 0.05, 256),
-    "nano": Scale("nano", 96, 3, 1024, 512, 4, 409_600, 2e-3, 0.05, 65_536),
+    "nano": Scale("nano", 96, 3, 1024, 512, 4, 245_760, 2e-3, 0.05, 65_536),
     "160m": _paper("160m", 6e-4),
     "410m": _paper("410m", 3e-4),
     "1b": _paper("1b", 3e-4),
