@@ -1,8 +1,8 @@
 """The decode step with its weights compiled in.
 
-Decoding one token is bound by reading weights. `torch.compile` with inductor's freezing packs them
-for the few rows of a step, which eager linears do not. Compilation is paid once per model and batch
-shape; the tokens are the same.
+Decoding one token is bound by reading weights. On a CPU the linear layers become those of
+`few_rows`; elsewhere inductor's freezing packs the weights. Compilation is paid once per model and
+batch shape; the tokens are the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 
+from spiralformer.decode import few_rows
 from spiralformer.decode.state import Append, DecodeState
 from spiralformer.decode.step import EAGER, Runner, step
 from spiralformer.model import SpiralFormer
@@ -32,8 +34,8 @@ class StackPass(nn.Module):
         x: Tensor,  # P 1 D, the rows of all groups
         cos: Tensor,  # P 1 1 R/2
         sin: Tensor,
-        keys: list[Tensor],  # N B H C K of each group
-        values: list[Tensor],
+        keys: list[list[Tensor]],  # B H C K of each group and layer
+        values: list[list[Tensor]],
         places: list[Tensor],  # B: where each row's new entry goes
         masks: list[Tensor],  # B 1 1 C: which entries it may see
     ) -> Tensor:
@@ -63,11 +65,16 @@ class CompiledRunner(Runner):
 
     def __init__(self, model: SpiralFormer, capacity: int, **options) -> None:
         self.capacity = min(capacity, model.config.max_length)
-        options = {"freezing": True, "max_autotune": True, **options}
-        compile = lambda module: torch.compile(module, options=options, dynamic=None)
         self.config = model.config
-        self.stacks = {id(stack): compile(StackPass(stack)) for stack in model.stacks()}
-        self.compiled_head = compile(model.head)
+        # dynamo counts all models of a process together
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+        native = few_rows.usable(model)
+        adapt = few_rows.for_few_rows if native else lambda module: module
+        if not native:
+            options = {"freezing": True, "max_autotune": True, **options}
+        compile = lambda module: torch.compile(module, options=options, dynamic=None)
+        self.stacks = {id(stack): compile(StackPass(adapt(stack))) for stack in model.stacks()}
+        self.fast_head = adapt(model.head) if native else compile(model.head)
 
     def stack(
         self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
@@ -76,16 +83,18 @@ class CompiledRunner(Runner):
             return EAGER.stack(stack, inputs, appends)
         positions = torch.cat([append.positions for append in appends])
         cos, sin = rotary(positions[:, None], self.config)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        keys: list[list[Tensor]] = []
+        values: list[list[Tensor]] = []
         places, masks = [], []
         for append in appends:
             capacity = append.cache.keys.shape[3]
             end = min(-(-append.end // BUCKET) * BUCKET, capacity)
             for found, cache in ((keys, append.cache.keys), (values, append.cache.values)):
-                view = cache[:, :, :, :end]
-                torch._dynamo.mark_dynamic(view, 3)
-                found.append(view)
+                # layers apart: writing into one must not copy the others
+                layers = list(cache[:, :, :, :end].unbind(0))
+                for layer in layers:
+                    torch._dynamo.mark_dynamic(layer, 2)
+                found.append(layers)
             places.append(append.positions[:, 0])
             mask = torch.arange(end, device=positions.device) <= append.positions
             mask = mask[:, None, None]
@@ -95,7 +104,7 @@ class CompiledRunner(Runner):
         return list(out.split([append.batch for append in appends]))
 
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
-        return self.compiled_head(hidden)
+        return self.fast_head(hidden)
 
 
 @torch.no_grad()

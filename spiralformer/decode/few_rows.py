@@ -1,0 +1,79 @@
+"""Linear layers for the few rows of a decode step on a CPU.
+
+A step reads every weight once and does almost nothing with it. The general matrix product of a CPU
+reads them at half the speed of the memory, and a second row costs it a second reading; `few_rows`
+(few_rows.cpp, built once per machine) reads them at nearly full speed for one to four rows alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+DTYPES = (torch.float32, torch.bfloat16)
+MOST_ROWS = 16  # above these, the general product does better
+
+
+@functools.cache
+def build() -> str | None:
+    """Builds the operator, or loads what an earlier process built. Returns why it cannot."""
+    from torch.utils import cpp_extension
+
+    capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
+    try:
+        cpp_extension.load(
+            f"spiralformer_few_rows_{capability}",
+            [str(Path(__file__).with_suffix(".cpp"))],
+            extra_cflags=["-O3", "-march=native", "-fopenmp"],  # parallel_for is OpenMP, in a header
+            is_python_module=False,
+        )
+    except (RuntimeError, OSError, ImportError) as error:
+        return str(error).splitlines()[0]
+    torch.library.register_fake("spiralformer::few_rows", _shape)
+    return None
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+class FewRows(nn.Module):
+    """A linear layer that shares another's weights."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > MOST_ROWS * x.shape[-1]:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.spiralformer.few_rows(x, self.weight, self.bias)
+
+
+def usable(module: nn.Module) -> bool:
+    """Whether `for_few_rows` applies to these weights on this machine."""
+    weights = [p for p in module.parameters() if p.dim() == 2]
+    return (
+        all(p.device.type == "cpu" and p.dtype in DTYPES and p.is_contiguous() for p in weights)
+        and build() is None
+    )
+
+
+def for_few_rows(module: M) -> M:
+    """The same module with the same weights, its linear layers replaced."""
+    if isinstance(module, nn.Linear):
+        return FewRows(module)  # type: ignore[return-value]
+    twin = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    for parent in list(twin.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, FewRows(child))
+    return twin
