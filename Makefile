@@ -15,11 +15,11 @@ DEV    := $(VENV)/.ready-dev
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0 setuptools
-	$(PIP) --no-build-isolation -e '.[data]'
+	$(PIP) --no-build-isolation -e '.[data,native]'
 	touch $(READY)
 
 $(DEV): $(READY)
-	$(PIP) --no-build-isolation -e '.[data,eval,dev]'
+	$(PIP) --no-build-isolation -e '.[data,native,eval,dev]'
 	touch $(DEV)
 
 run: $(READY)

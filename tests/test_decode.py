@@ -1,13 +1,16 @@
 """Laws of decoding: a state advanced in any way gives what the forward pass gives."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from spiralformer import SpiralConfig
 from spiralformer.accounting import batches_at, fixed_bytes, kv_bytes
-from spiralformer.decode import DecodeState, StateError, extend, generate, prefill, step
+from spiralformer.decode import DecodeState, StateError, extend, few_rows, generate, prefill, step
 from spiralformer.decode.compiled import compile_for
 from tests.strategies import VOCAB, build, configs, tokens
 
@@ -207,6 +210,39 @@ def test_a_fixed_capacity_is_kept():
     with pytest.raises(StateError, match="5 tokens do not fit the fixed capacity of 4"):
         step(model, state, tokens(1, 1)[:, 0])
     assert state.lengths == [4]
+
+
+@pytest.mark.slow  # a machine builds the operator once
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (33, 7), (5, 1), (768, 50)])
+def test_linears_of_few_rows_are_linears(dtype, rows, inner, outer):
+    torch.manual_seed(0)
+    linear = nn.Linear(inner, outer, bias=outer % 2 == 0).to(dtype)
+    assert few_rows.why_not(linear) is None
+    fast = few_rows.for_few_rows(linear)
+    assert fast.weight is linear.weight
+    x = torch.randn(rows, 1, inner).to(dtype)
+    exact = copy.deepcopy(linear).double()(x.double())
+    torch.testing.assert_close(
+        fast(x), exact.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_compiled_ragged_rows_are_the_same_as_eager():
+    model = build(PAPER_B, dtype=torch.float32)
+    prompts = [tokens(n).tolist() for n in (3, 8, 10)]
+    runner = compile_for(model, batch=3)
+    assert runner.fallback is None
+    assert generate(model, prompts, max_new_tokens=20, runner=runner) == generate(
+        model, prompts, max_new_tokens=20
+    )
+
+
+def test_linears_of_few_rows_say_why_they_cannot():
+    assert few_rows.why_not(nn.Linear(2, 2).double()) == "the weights are float64"
+    assert few_rows.why_not(nn.Linear(2, 2, device="meta")) == "the weights are on meta"
 
 
 @pytest.mark.slow

@@ -389,7 +389,8 @@ PAIRS = [
     (sentence(1, 30), " " + sentence(2, 20)),
     ("the cat ", "sat"),  # the space belongs to the continuation
     ("a red", " mat"),
-    ("a red", " dog"),
+    ("a red", " dog"),  # one context, read once
+    ("a red", " mat near the water"),
     (sentence(4, 400), " near water"),  # longer than the model's longest sequence
     (sentence(5, 60), " water"),
 ]
@@ -431,10 +432,10 @@ def test_greedy_is_said_of_what_the_model_would_generate(our_scorer):
 
 def test_too_long_a_prompt_loses_its_beginning_and_is_counted(our_scorer):
     with quiet() as truncations:
-        ((cut, _),) = our_scorer.harness_lm(1).loglikelihood(requests([PAIRS[6]]))
+        ((cut, _),) = our_scorer.harness_lm(1).loglikelihood(requests([PAIRS[7]]))
     assert truncations.count == 1
-    tokens = our_scorer.encode("".join(PAIRS[6]))[-(MAX_LENGTH + 1) :]
-    begin = len(tokens) - len(our_scorer.encode(PAIRS[6][1]))
+    tokens = our_scorer.encode("".join(PAIRS[7]))[-(MAX_LENGTH + 1) :]
+    begin = len(tokens) - len(our_scorer.encode(PAIRS[7][1]))
     logprobs = torch.log_softmax(logits_of(our_scorer, tokens[:-1]), -1)
     expected = sum(float(logprobs[i - 1, tokens[i]]) for i in range(begin, len(tokens)))
     assert cut == pytest.approx(expected, rel=1e-4)

@@ -81,8 +81,10 @@ def run(args: argparse.Namespace) -> int:
         print("compiling the decode step …", end=" ", file=sys.stderr, flush=True)
         begun = time.perf_counter()
         room = max(map(len, ids)) + args.max_new_tokens
-        runner = compile_for(model, batch=len(ids), capacity=room)
+        runner = compiled = compile_for(model, batch=len(ids), capacity=room)
         print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
+        if device.type == "cpu" and compiled.fallback:
+            print(f"[linears of few rows are not in use: {compiled.fallback}]", file=sys.stderr)
 
     found: list[list[int]] = [[] for _ in ids]
     texts = [TextStream(tokenizer.decode, args.stop) for _ in ids]

@@ -66,21 +66,24 @@ class CompiledRunner(Runner):
     def __init__(self, model: SpiralFormer, capacity: int, **options) -> None:
         self.capacity = min(capacity, model.config.max_length)
         self.config = model.config
-        # dynamo counts all models of a process together
+        # dynamo counts the compilations of all models of a process together
         dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
-        native = few_rows.usable(model)
-        adapt = few_rows.for_few_rows if native else lambda module: module
-        if not native:
-            options = {"freezing": True, "max_autotune": True, **options}
+        self.fallback = few_rows.why_not(model)
         compile = lambda module: torch.compile(module, options=options, dynamic=None)
-        self.stacks = {id(stack): compile(StackPass(adapt(stack))) for stack in model.stacks()}
-        self.fast_head = adapt(model.head) if native else compile(model.head)
+        if self.fallback is None:
+            self.plain = {id(stack): few_rows.for_few_rows(stack) for stack in model.stacks()}
+            self.fast_head = few_rows.for_few_rows(model.head)
+        else:
+            options = {"freezing": True, "max_autotune": True, **options}
+            self.plain = {id(stack): stack for stack in model.stacks()}
+            self.fast_head = compile(model.head)
+        self.compiled = {name: compile(StackPass(stack)) for name, stack in self.plain.items()}
 
     def stack(
         self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
     ) -> list[Tensor]:
         if any(append.rows is not None for append in appends) or not len(stack.blocks):
-            return EAGER.stack(stack, inputs, appends)
+            return EAGER.stack(self.plain[id(stack)], inputs, appends)
         positions = torch.cat([append.positions for append in appends])
         cos, sin = rotary(positions[:, None], self.config)
         keys: list[list[Tensor]] = []
@@ -100,7 +103,9 @@ class CompiledRunner(Runner):
             mask = mask[:, None, None]
             torch._dynamo.mark_dynamic(mask, 3)
             masks.append(mask)
-        out = self.stacks[id(stack)](torch.cat(list(inputs)), cos, sin, keys, values, places, masks)
+        out = self.compiled[id(stack)](
+            torch.cat(list(inputs)), cos, sin, keys, values, places, masks
+        )
         return list(out.split([append.batch for append in appends]))
 
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import sys
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-M = TypeVar("M", bound=nn.Module)
-
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS = 16  # above these, the general product does better
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @functools.cache
@@ -28,15 +30,20 @@ def build() -> str | None:
     from torch.utils import cpp_extension
 
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "_")
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), before))  # for ninja
     try:
         cpp_extension.load(
             f"spiralformer_few_rows_{capability}",
             [str(Path(__file__).with_suffix(".cpp"))],
-            extra_cflags=["-O3", "-march=native", "-fopenmp"],  # parallel_for is OpenMP, in a header
+            # parallel_for is OpenMP in a header: without the flag it is silently serial
+            extra_cflags=["-O3", "-march=native", "-fopenmp"],
             is_python_module=False,
         )
     except (RuntimeError, OSError, ImportError) as error:
         return str(error).splitlines()[0]
+    finally:
+        os.environ["PATH"] = before
     torch.library.register_fake("spiralformer::few_rows", _shape)
     return None
 
@@ -58,13 +65,16 @@ class FewRows(nn.Module):
         return torch.ops.spiralformer.few_rows(x, self.weight, self.bias)
 
 
-def usable(module: nn.Module) -> bool:
-    """Whether `for_few_rows` applies to these weights on this machine."""
-    weights = [p for p in module.parameters() if p.dim() == 2]
-    return (
-        all(p.device.type == "cpu" and p.dtype in DTYPES and p.is_contiguous() for p in weights)
-        and build() is None
-    )
+def why_not(module: nn.Module) -> str | None:
+    """Why `for_few_rows` does not serve these weights on this machine, if it does not."""
+    for p in module.parameters():
+        if p.device.type != "cpu":
+            return f"the weights are on {p.device.type}"
+        if p.dtype not in DTYPES:
+            return f"the weights are {str(p.dtype).removeprefix('torch.')}"
+        if not p.is_contiguous():
+            return "a weight is not contiguous"
+    return build()
 
 
 def for_few_rows(module: M) -> M:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -49,34 +50,40 @@ class SpiralLM(TemplateLM):
         self, requests: list[Request], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        # The answers to one question share a context: it is read once for all of them.
+        sharing: dict[tuple[int, ...], list[int]] = {}
+        for i, (_, context, continuation) in enumerate(requests):
+            sharing.setdefault(self._fit(context, continuation), []).append(i)
+        longest = lambda group: max(len(requests[i][2]) for i in group[1])
         # The longest first: what would not fit in memory fails at once.
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
-        for first in range(0, len(order), self.batch_size):
-            numbers = order[first : first + self.batch_size]
-            batch = [requests[i] for i in numbers]
-            for i, (texts, _, _), answer in zip(numbers, batch, self._score(batch), strict=True):
+        groups = sorted(sharing.items(), key=lambda group: -len(group[0]) - longest(group))
+        while groups:
+            rows = itertools.accumulate(len(numbers) for _, numbers in groups)
+            count = max(1, sum(1 for _ in itertools.takewhile(self.batch_size.__ge__, rows)))
+            batch, groups = groups[:count], groups[count:]
+            numbers = [i for _, members in batch for i in members]
+            continuations = [[requests[i][2] for i in members] for _, members in batch]
+            found = self._score([list(context) for context, _ in batch], continuations)
+            for i, answer in zip(numbers, found, strict=True):
                 answers[i] = answer
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
         return answers
 
-    def _score(self, batch: list[Request]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether each of its tokens is the likeliest."""
-        rows = [self._fit(context, continuation) for _, context, continuation in batch]
-        longest = max(map(len, rows)) - 1
-        ids = torch.zeros(len(rows), longest, dtype=torch.long)
-        scored = torch.zeros(len(rows), longest, dtype=torch.bool)
-        for row, (tokens, (_, _, continuation)) in enumerate(zip(rows, batch, strict=True)):
-            ids[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
-            scored[row, len(tokens) - 1 - len(continuation) : len(tokens) - 1] = True
-        states = self.scorer.scored_states(ids, scored)  # N D, continuation after continuation
-        targets = torch.tensor([t for *_, continuation in batch for t in continuation])
+    def _score(
+        self, contexts: list[list[int]], continuations: list[list[list[int]]]
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each context's continuations, one after the other, and whether each
+        token of it is the likeliest."""
+        states = self.scorer.continuation_states(contexts, continuations)
+        rows = [continuation for some in continuations for continuation in some]
+        targets = torch.tensor([token for row in rows for token in row])
         losses, hits = [], []
         for h, target in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
             logits, target = self.scorer.model.head(h), target.to(h.device)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses.append(F.cross_entropy(logits, target, reduction="none"))
             hits.append(logits.argmax(-1) == target)
-        lengths = [len(continuation) for *_, continuation in batch]
+        lengths = [len(row) for row in rows]
         return [
             (-float(loss.double().sum()), bool(hit.all()))
             for loss, hit in zip(
@@ -84,17 +91,18 @@ class SpiralLM(TemplateLM):
             )
         ]
 
-    def _fit(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Both together; too long a context loses its beginning. The last token is no input."""
+    def _fit(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
+        """The context; what is too long for the model loses its beginning. The continuation's last
+        token is no input."""
         if len(continuation) > self.max_length:
             raise UserError(
                 f"a continuation of {len(continuation)} tokens is longer than the model's "
                 f"max_length {self.max_length}"
             )
-        tokens = context + continuation
-        if len(tokens) > self.max_length + 1:
+        room = self.max_length + 1 - len(continuation)
+        if len(context) > room:
             log.warning("Combined length of context and continuation exceeds max_length")
-        return tokens[-(self.max_length + 1) :]
+        return tuple(context[-room:])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         found = []

@@ -24,6 +24,7 @@ from spiralformer.checkpoint import (
     read_json,
 )
 from spiralformer.config import SpiralConfig
+from spiralformer.decode import extend, prefill
 from spiralformer.errors import UserError
 from spiralformer.evaluate.progress import quiet
 from spiralformer.model import SpiralFormer
@@ -187,6 +188,44 @@ class SpiralScorer:
     def scored_states(self, ids: Tensor, scored: Tensor) -> Tensor:
         """The output states (N, D) of the positions where `scored` (B, L) is true."""
         return self.model.hidden(self.model.embed(ids.to(self.device)))[scored.to(self.device)]
+
+    @torch.inference_mode()
+    def continuation_states(
+        self, contexts: list[list[int]], continuations: list[list[list[int]]]
+    ) -> Tensor:
+        """The output states (N, D) that predict each token of each continuation, one continuation
+        after the other. Continuations of one context go on from one state that has read it."""
+        rows = [row for some in continuations for row in some]
+        if len(rows) == len(contexts):  # nothing is shared: one pass over both together
+            texts = [context + row[:-1] for context, row in zip(contexts, rows, strict=True)]
+            ids = self._padded(texts)
+            scored = torch.zeros(ids.shape, dtype=torch.bool)
+            for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
+                scored[i, len(context) - 1 : len(text)] = True
+            return self.scored_states(ids, scored)
+        ids, lengths = self._padded(contexts), [len(context) for context in contexts]
+        longest = max(
+            len(context) + len(row)
+            for context, some in zip(contexts, continuations, strict=True)
+            for row in some
+        )
+        out, state = prefill(self.model, ids, lengths, capacity=longest - 1)
+        owners = [i for i, some in enumerate(continuations) for _ in some]
+        first = out[owners, [lengths[i] - 1 for i in owners]][:, None]  # R 1 D
+        state.reorder(owners)
+        inputs = [row[:-1] for row in rows]
+        more = extend(self.model, state, self._padded(inputs), [len(row) for row in inputs])
+        states = torch.cat((first, more), 1)
+        kept = (
+            torch.arange(states.shape[1])[None] < torch.tensor([len(row) for row in rows])[:, None]
+        )
+        return states[kept.to(self.device)]
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+        return ids.to(self.device)
 
     @torch.inference_mode()
     def losses(self, ids: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:

@@ -27,22 +27,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w = weight.to(compute)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        grad_weight = None
         total = hidden.new_zeros((), dtype=wide)
         for start in range(0, hidden.shape[0], CHUNK):
             rows = slice(start, start + CHUNK)
-            h, target = hidden[rows].to(compute), targets[rows]
-            logits = (h @ w.T).to(wide)
-            total += F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum")
+            h, target = hidden[rows].to(compute), targets[rows, None]
+            kept, target = target != IGNORE, target.clamp_min(0)
+            # in place from here on: at V = 50,304 every new N×V tensor costs more than its use
+            grad = (h @ w.T).to(wide)
+            grad -= grad.amax(-1, keepdim=True)
+            chosen = grad.gather(1, target)
+            weight_of_all = grad.exp_().sum(-1, keepdim=True)
+            total += ((weight_of_all.log() - chosen) * kept).sum()
             if not (want_hidden or want_weight):
                 continue
-            kept = (target != IGNORE)[:, None]
-            grad = torch.softmax(logits, -1)  # N V, minus one at the target
-            grad.scatter_add_(1, target.clamp_min(0)[:, None], -kept.to(wide))
-            grad = (grad * kept).to(compute)
+            grad *= kept / weight_of_all  # the softmax, minus one at the target
+            grad.scatter_add_(1, target, -kept.to(wide))
+            grad = grad.to(compute)
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad @ w).to(hidden.dtype)
-            if grad_weight is not None:
+            if want_weight and grad_weight is None:
+                grad_weight = (grad.T @ h).to(wide)
+            elif want_weight and compute == wide:
+                grad_weight.addmm_(grad.T, h)
+            elif want_weight:
                 grad_weight += grad.T @ h
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
