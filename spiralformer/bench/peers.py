@@ -9,6 +9,8 @@ from spiralformer.config import SpiralConfig
 from spiralformer.model import SpiralFormer
 from spiralformer.presets import preset
 
+PEER = "hugging face"
+
 
 def family(scale: str) -> dict[str, SpiralConfig]:
     """The compared members at a scale of the paper (160m, 410m, 1b, 1.4b) or nano."""

@@ -38,6 +38,8 @@ class Results:
     bars: list[Bar] = field(default_factory=list)
 
     def summary(self) -> str:
+        if not self.bars:
+            return f"{self.benchmark}: measured"
         lines = [str(bar) for bar in self.bars]
         held = sum(bar.holds for bar in self.bars)
         return "\n".join([*lines, f"{self.benchmark}: {held} of {len(self.bars)} bars hold"])

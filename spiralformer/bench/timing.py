@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def interleave(
-    cases: dict[str, Callable[[], Any]], repeats: int, label: str = ""
+    cases: Mapping[str, Callable[[], Any]], repeats: int, label: str = ""
 ) -> dict[str, float]:
     """Best seconds of each case. Every round runs every case once, so that a noisy moment of the
     machine falls on all of them alike."""

@@ -1,4 +1,4 @@
-"""`spiralformer bench {decode,train}`"""
+"""`spiralformer bench {limits,train,prefill,decode,memory,scaling}`"""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import argparse
 from pathlib import Path
 
 BENCHMARKS = {
-    "decode": "tokens/s of decoding beside Hugging Face's GPT-NeoX",
-    "train": "time and memory of a training step beside Hugging Face's GPT-NeoX",
+    "limits": "what this machine's products and memory reach",
+    "train": "time of a training step beside Hugging Face's GPT-NeoX",
+    "prefill": "time to read a long prompt",
+    "decode": "tokens/s of decoding",
+    "memory": "peak of a training step, bytes of a decode state",
+    "scaling": "growth of time with length beside that of FLOPs",
 }
 
 
@@ -25,7 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=48, help="tokens decoded per measurement")
     parser.add_argument("--context", type=int, default=2048, help="the long context of decode")
-    parser.add_argument("--length", type=int, default=1024, help="sequence length of train")
+    parser.add_argument(
+        "--length", type=int, default=1024, help="sequence length of train and memory"
+    )
+    parser.add_argument("--prompt", type=int, default=4096, help="prompt length of prefill")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], help="of scaling"
+    )
     parser.add_argument("--no-compile", action="store_true", help="decode eagerly only")
     parser.add_argument("--threads", type=int, help="default: PyTorch's")
     parser.add_argument("--out", default="runs/bench", help="folder of the JSON files")
@@ -40,26 +50,32 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from spiralformer.bench import decode, train
+    from spiralformer.bench import decode, limits, memory, picture, prefill, scaling, train
+    from spiralformer.bench.peers import family
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    dtypes, compiled = tuple(args.dtypes), not args.no_compile
+    run = {
+        "limits": lambda: limits.run(family(args.scale), dtypes, args.repeats),
+        "train": lambda: train.run(args.scale, args.length, dtypes, args.repeats),
+        "prefill": lambda: prefill.run(args.scale, args.prompt, dtypes, args.repeats),
+        "decode": lambda: decode.run(
+            args.scale, dtypes, args.tokens, args.repeats, args.context, compiled
+        ),
+        "memory": lambda: memory.run(args.scale, args.length, dtypes),
+        "scaling": lambda: scaling.run(args.scale, args.lengths, args.repeats),
+    }
     found = []
     for name in args.benchmark or BENCHMARKS:
-        if name == "decode":
-            results = decode.run(
-                args.scale,
-                tuple(args.dtypes),
-                args.tokens,
-                args.repeats,
-                args.context,
-                not args.no_compile,
-            )
-        else:
-            results = train.run(args.scale, args.length, tuple(args.dtypes), args.repeats)
-        print(f"\n{results.save(Path(args.out))}")
+        results = run[name]()
+        print(f"\n{results.save(Path(args.out))}", flush=True)
         found.append(results)
+    if path := picture.draw(Path(args.out)):
+        print(path)
     print()
     for results in found:
         print(results.summary())
+    bars = [bar for results in found for bar in results.bars]
+    print(f"in all: {sum(bar.holds for bar in bars)} of {len(bars)} bars hold")
     return 0

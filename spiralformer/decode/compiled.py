@@ -7,7 +7,7 @@ batch shape; the tokens are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ class CompiledRunner(Runner):
         dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
         self.fallback = few_rows.why_not(model)
         compile = lambda module: torch.compile(module, options=options, dynamic=None)
+        self.fast_head: Callable[[Tensor], Tensor]
         if self.fallback is None:
             self.plain = {id(stack): few_rows.for_few_rows(stack) for stack in model.stacks()}
             self.fast_head = few_rows.for_few_rows(model.head)

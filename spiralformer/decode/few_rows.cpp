@@ -8,6 +8,8 @@ typedef float vec __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef uint32_t words __attribute__((vector_size(32)));
 
+static const int64_t AHEAD = 32768;  // bytes; rows follow each other, so this is some later row
+
 static inline vec load(const float* p) {
   vec v;
   __builtin_memcpy(&v, p, 32);
@@ -65,7 +67,7 @@ static void outputs(const float* x, const T* w, const T* bias, T* y, int64_t K, 
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       const T* p = w + (n + r) * K + k;
-      __builtin_prefetch(p + R * K);
+      __builtin_prefetch((const char*)p + AHEAD);
       vec a, b;
       pair(p, a, b);
 #pragma GCC unroll 4

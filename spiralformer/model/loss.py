@@ -27,7 +27,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w = weight.to(compute)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = None
+        grad_weight: Tensor | None = None
         total = hidden.new_zeros((), dtype=wide)
         for start in range(0, hidden.shape[0], CHUNK):
             rows = slice(start, start + CHUNK)
@@ -46,11 +46,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = grad.to(compute)
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad @ w).to(hidden.dtype)
-            if want_weight and grad_weight is None:
+            if not want_weight:
+                continue
+            if grad_weight is None:
                 grad_weight = (grad.T @ h).to(wide)
-            elif want_weight and compute == wide:
+            elif compute == wide:
                 grad_weight.addmm_(grad.T, h)
-            elif want_weight:
+            else:
                 grad_weight += grad.T @ h
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
