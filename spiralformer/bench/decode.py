@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,11 +11,11 @@ import torch
 
 from spiralformer.accounting import weights_read_per_token
 from spiralformer.bench.limits import read_rates
-from spiralformer.bench.peers import build, family, hugging_face
+from spiralformer.bench.peers import PEER, build, family, hugging_face
 from spiralformer.bench.results import Bar, Results
 from spiralformer.bench.timing import interleave, table
-from spiralformer.decode import generate
 from spiralformer.decode.compiled import compile_for
+from spiralformer.decode.generate import stream
 from spiralformer.decode.step import EAGER, Runner
 from spiralformer.model import SpiralFormer
 
@@ -35,8 +36,9 @@ def run(
     shapes = {
         "batch 1": [[7] * 8],
         "batch 8, ragged": [[7] * (8 + 5 * row) for row in range(8)],
-        f"batch 1 after {context} tokens": [[7] * context],
     }
+    if context:
+        shapes[f"batch 1 after {context} tokens"] = [[7] * context]
     for dtype in dtypes:
         for shape, prompts in shapes.items():
             speeds = measure(scale, dtype, prompts, tokens, repeats, compiled)
@@ -51,29 +53,59 @@ def measure(
 ) -> dict[str, float]:
     """Tokens per second of each case, after the prompts have been read."""
     configs = family(scale)
-    cases: dict[str, Callable[[int], Any]] = {}
+    cases: dict[str, Callable[[], float]] = {}
     peer: Any = hugging_face(configs["baseline"], DTYPES[dtype]).eval()
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    cases["hugging face"] = lambda n: peer.generate(
-        ids, attention_mask=mask, max_new_tokens=n, do_sample=False, pad_token_id=0
-    )
+
+    def decode_peer() -> float:
+        watch = Watch()
+        peer.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=tokens + 1,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=watch,
+        )
+        return watch.seconds()
+
+    def decode(model: SpiralFormer, runner: Runner) -> float:
+        watch = Watch()
+        for row, _ in stream(model, prompts, max_new_tokens=tokens + 1, runner=runner):
+            if row == len(prompts) - 1:
+                watch.put(None)
+        return watch.seconds()
+
+    cases[PEER] = decode_peer
     for name in NAMES:
         model = build(configs[name], DTYPES[dtype]).eval()
-
-        def decode(model: SpiralFormer, runner: Runner, n: int) -> None:
-            generate(model, prompts, max_new_tokens=n, runner=runner)
-
         cases[f"{name}, eager"] = partial(decode, model, EAGER)
         if compiled:
             runner = compile_for(model, batch=len(prompts), capacity=longest + 256)
             cases[f"{name}, compiled"] = partial(decode, model, runner)
     for case in cases.values():
-        case(tokens + 1)  # warm every length that will be timed
-    long = interleave({k: partial(c, tokens + 1) for k, c in cases.items()}, repeats, dtype)
-    read = interleave({k: partial(c, 1) for k, c in cases.items()}, repeats, dtype)
-    return {k: len(prompts) * tokens / (long[k] - read[k]) for k in cases}
+        case()
+    best = interleave(cases, repeats, dtype)
+    return {name: len(prompts) * tokens / seconds for name, seconds in best.items()}
+
+
+class Watch:
+    """Called with every new token of a batch: the time from the first one to the last."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        if value is None or value.dim() == 1:  # not the prompts, which generate puts first
+            self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return self.times[-1] - self.times[0]
 
 
 def show(results: Results, scale: str, dtype: str, shape: str, speeds: dict[str, float]) -> None:
@@ -84,7 +116,7 @@ def show(results: Results, scale: str, dtype: str, shape: str, speeds: dict[str,
         # rows of a batch share what is read, but not how much of it depends on their phases
         rate = weights_read_per_token(config) * size * speed / 1e9
         read = f"{rate:.1f}" if shape.startswith("batch 1") else ""
-        ratio = speed / speeds["hugging face"]
+        ratio = speed / speeds[PEER]
         rows.append([name, f"{speed:.1f}", f"{ratio:.2f}×", read])
         results.measurements.append(
             {"dtype": dtype, "shape": shape, "case": name, "tokens_per_second": speed}
@@ -102,7 +134,7 @@ def add_bars(
     def bar(name: str, figure: float, limit: float) -> None:
         results.bars.append(Bar(f"{dtype}: {name}", figure, limit, at_least=True))
 
-    bar("our baseline ÷ Hugging Face", baseline / speeds["hugging face"], 2.0)
+    bar("our baseline ÷ Hugging Face", baseline / speeds[PEER], 2.0)
     bar("SpiralFormer-B overlap ÷ LoopedFormer", best["spiral-b"] / best["looped"], 1.0)
     if dtype == "float32":
         bar("SpiralFormer-B parallel ÷ our baseline", parallel / baseline, 1.2)

@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
     )
     parser.add_argument("--tokens", type=int, default=48, help="tokens decoded per measurement")
-    parser.add_argument("--context", type=int, default=2048, help="the long context of decode")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="the long context of decode; 0: none"
+    )
     parser.add_argument(
         "--length", type=int, default=1024, help="sequence length of train and memory"
     )
