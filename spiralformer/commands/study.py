@@ -99,4 +99,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # launchers may say it twice
     raise KeyboardInterrupt

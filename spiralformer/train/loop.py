@@ -513,12 +513,16 @@ class Position:
 
 
 class Signals:
-    """Notes SIGINT and SIGTERM so that a step can be finished; the second stops at once."""
+    """Notes SIGINT and SIGTERM so that a step can be finished; the second stops at once.
 
+    Launchers signal a process and its group, or twice in a row: within a second that is one.
+    """
+
+    SAME = 1.0
     HANDLED = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, console: Console) -> None:
-        self.console, self.received = console, 0
+        self.console, self.received, self.at = console, 0, 0.0
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -531,9 +535,12 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received and now - self.at < self.SAME:
+            return
         if self.received:
             raise KeyboardInterrupt
-        self.received = number
+        self.received, self.at = number, now
         self.console.say("stopping after this step; a second signal stops at once, without saving")
 
 
