@@ -50,6 +50,12 @@ def run(args: argparse.Namespace) -> int:
         if name not in BENCHMARKS:
             raise UserError(f"unknown benchmark {name!r}; choose from {', '.join(BENCHMARKS)}")
 
+    for name in ("repeats", "tokens", "length", "prompt"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} {getattr(args, name)}: at least 1 is needed")
+    if len(set(args.lengths)) < 2 or min(args.lengths) < 1:
+        raise UserError(f"--lengths {args.lengths}: give two or more different lengths")
+
     import torch
 
     from spiralformer.bench import decode, limits, memory, picture, prefill, scaling, train
