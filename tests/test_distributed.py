@@ -8,13 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from spiralformer.train.corpus import find_sources
 from spiralformer.train.loop import train
 from spiralformer.train.prepare import Recipe, prepare
 from spiralformer.train.settings import TrainConfig
-from tests.training import SMALL, checkpoints, in_processes, repeatable, weights, write_text
+from tests.training import (
+    SMALL,
+    assert_close_weights,
+    checkpoints,
+    in_processes,
+    repeatable,
+    write_text,
+)
 
 KINDS = ("ddp", "fsdp")
 
@@ -55,9 +61,7 @@ def together(make, request) -> TrainConfig:
 
 
 def assert_close_runs(one: TrainConfig, other: TrainConfig, tolerance: float = 1e-4) -> None:
-    first, second = weights(one.out), weights(other.out)
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=tolerance, atol=tolerance)
+    assert_close_weights(one.out, other.out, rtol=tolerance, atol=tolerance)
     for a, b in zip(repeatable(one.out), repeatable(other.out), strict=True):
         assert a.keys() == b.keys()
         assert a["step"] == b["step"]

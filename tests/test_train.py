@@ -34,6 +34,7 @@ from tests.training import (
     MODEL,
     SMALL,
     _train,
+    assert_close_weights,
     assert_same_run,
     checkpoints,
     in_process,
@@ -200,15 +201,12 @@ def test_a_tiny_model_overfits_a_tiny_text(tmp_path):
 
 def test_a_global_batch_weighs_every_token_alike(small, tmp_path, data):
     """Cut into micro-batches of any size, also where one window is shorter than the others."""
-    ran = {}
     for micro in (1, 4):
         config = small(micro_batch=micro, out=str(tmp_path / str(micro)), epochs=1, steps=0)
         train(config, quiet=True)
-        ran[micro] = weights(config.out)
     stream = loop.open_split(data).stream
     assert len(stream) % 32, "the fixture should have a last window that is not full"
-    for name in ran[1]:
-        torch.testing.assert_close(ran[1][name], ran[4][name], rtol=1e-4, atol=1e-5)
+    assert_close_weights(tmp_path / "1", tmp_path / "4", rtol=1e-4, atol=1e-5)
 
 
 def test_validation_is_the_mean_over_the_validation_tokens(small, data):
@@ -421,8 +419,7 @@ def test_a_run_may_go_on_in_another_manner(small, whole):
     config = small()
     in_process(config, kill_at=6, with_signal=signal.SIGTERM)
     train(config.override({"micro_batch": 4, "log.every": 1, "save.keep": 1}), quiet=True)
-    for name, value in weights(whole).items():
-        torch.testing.assert_close(weights(config.out)[name], value, rtol=1e-4, atol=1e-5)
+    assert_close_weights(whole, config.out, rtol=1e-4, atol=1e-5)
 
 
 def test_other_data_is_refused_and_moved_data_is_not(small, data, tmp_path):
