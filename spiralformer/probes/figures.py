@@ -8,6 +8,7 @@ wherever two lines must be told apart their markers and dashes differ too, for p
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -571,7 +572,18 @@ def to_bytes(figure: Figure, kind: str) -> bytes:
             {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
         )
         figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
-        return buffer.getvalue()
+        return _named(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
+
+
+def _named(svg: bytes) -> bytes:
+    """Clip paths numbered as they come. Matplotlib names them by a hash of every bit of their place,
+    and the last bits of a layout are not always the same."""
+    names: dict[bytes, bytes] = {}
+    return re.sub(
+        rb"\bp[0-9a-f]{10}\b",
+        lambda found: names.setdefault(found[0], b"clip%d" % len(names)),
+        svg,
+    )
 
 
 def write_figures(models: list[Findings], folder: Path) -> list[Path]:
