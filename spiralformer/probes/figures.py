@@ -576,8 +576,8 @@ def to_bytes(figure: Figure, kind: str) -> bytes:
 
 
 def _named(svg: bytes) -> bytes:
-    """Clip paths numbered as they come. Matplotlib names them by a hash of every bit of their place,
-    and the last bits of a layout are not always the same."""
+    """Clip paths numbered as they come. Matplotlib names them by a hash of every bit of their
+    place, and the last bits of a layout are not always the same."""
     names: dict[bytes, bytes] = {}
     return re.sub(
         rb"\bp[0-9a-f]{10}\b",
