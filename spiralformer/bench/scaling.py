@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from spiralformer.bench.prefill import make_case, prefill_flops
 from spiralformer.bench.results import Bar, Results
 from spiralformer.bench.timing import interleave, table
 from spiralformer.bench.train import NAMES, make_step
+from spiralformer.config import SpiralConfig
 from spiralformer.decode import prefill, step
 
 DECODED = 16  # tokens, two of the longest chunks
@@ -85,7 +85,7 @@ def run(scale: str, lengths: list[int], repeats: int) -> Results:
     return results
 
 
-def _decoding(config: Any, context: int) -> Callable[[], None]:
+def _decoding(config: SpiralConfig, context: int) -> Callable[[], None]:
     """Some tokens after a context, again and again from the same place."""
     model = build(config, torch.float32).eval()
     with torch.no_grad():
@@ -98,4 +98,4 @@ def _decoding(config: Any, context: int) -> Callable[[], None]:
         for _ in range(DECODED):
             model.head(step(model, state, ids))
 
-    return partial(case)
+    return case

@@ -114,7 +114,7 @@ class SpiralLM(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        raise NotImplementedError(
+        raise UserError(
             "tasks that generate text are not among the paper's; load the folder with the "
             "harness's own `hf` model (import spiralformer.hf) to run them"
         )
