@@ -4,14 +4,15 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from spiralformer import SpiralConfig
 from spiralformer.accounting import batches_at, fixed_bytes, kv_bytes
-from spiralformer.decode import DecodeState, StateError, extend, few_rows, generate, prefill, step
+from spiralformer.decode import DecodeState, StateError, extend, generate, native, prefill, step
 from spiralformer.decode.compiled import compile_for
+from spiralformer.decode.state import Append
 from tests.strategies import VOCAB, build, configs, tokens
 
 SMALL = {"hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB, "max_length": 128}
@@ -212,25 +213,56 @@ def test_a_fixed_capacity_is_kept():
     assert state.lengths == [4]
 
 
-@pytest.mark.slow  # a machine builds the operator once
+# ---------------------------------------------------------------------------- the native step
+
+
+@pytest.mark.slow  # a machine builds the operators once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 17])
 @pytest.mark.parametrize(("inner", "outer"), [(64, 96), (33, 7), (5, 1), (768, 50)])
 def test_linears_of_few_rows_are_linears(dtype, rows, inner, outer):
     torch.manual_seed(0)
     linear = nn.Linear(inner, outer, bias=outer % 2 == 0).to(dtype)
-    assert few_rows.why_not(linear) is None
-    fast = few_rows.for_few_rows(linear)
-    assert fast.weight is linear.weight
+    assert native.why_not(linear) is None
     x = torch.randn(rows, 1, inner).to(dtype)
     exact = copy.deepcopy(linear).double()(x.double())
+    with torch.no_grad():
+        found = torch.ops.spiralformer.few_rows(x, linear.weight, linear.bias)
     torch.testing.assert_close(
-        fast(x), exact.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
+        found, exact.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
     )
 
 
 @pytest.mark.slow
-def test_compiled_ragged_rows_are_the_same_as_eager():
+@settings(max_examples=60)
+@given(
+    configs(),
+    st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 3),
+)
+def test_native_steps_of_ragged_rows_give_the_forward_pass(config, starts, dtype, seed):
+    """Rows of different lengths: read eagerly, then stepped natively."""
+    model = build(config, seed, dtype=dtype)
+    exact = copy.deepcopy(model).double()
+    ids = tokens(len(starts), 32)
+    state = DecodeState.empty(model, len(starts), capacity=3)
+    extend(model, state, ids, starts)
+    runner = compile_for(model)
+    assert isinstance(runner, native.NativeRunner)
+    for k in range(5):
+        at = torch.tensor([start + k for start in starts])
+        hidden = step(model, state, ids.gather(1, at[:, None])[:, 0], runner)
+        logits = runner.head(model, hidden)
+        for row, start in enumerate(starts):
+            with torch.no_grad():
+                whole = exact(ids[row : row + 1, : start + k + 1])[0, -1]
+            error = (logits[row].double() - whole).abs().max() / whole.abs().max()
+            assert error < (5e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.slow
+def test_native_ragged_rows_are_the_same_as_eager():
     model = build(PAPER_B, dtype=torch.float32)
     prompts = [tokens(n).tolist() for n in (3, 8, 10)]
     runner = compile_for(model, batch=3)
@@ -240,17 +272,29 @@ def test_compiled_ragged_rows_are_the_same_as_eager():
     )
 
 
-def test_linears_of_few_rows_say_why_they_cannot():
-    assert few_rows.why_not(nn.Linear(2, 2).double()) == "the weights are float64"
-    assert few_rows.why_not(nn.Linear(2, 2, device="meta")) == "the weights are on meta"
+@pytest.mark.slow
+def test_native_steps_outside_the_cache_are_refused():
+    model = build(PAPER_B, dtype=torch.float32)
+    runner = compile_for(model)
+    state = DecodeState.empty(model, 1, capacity=4)
+    short = Append(state.pre, [4], [1])
+    with pytest.raises(RuntimeError, match="entry 4 of row 0 is outside its cache"):
+        runner.stack(model.pre, [torch.zeros(1, 1, model.config.hidden_size)], [short])
+
+
+def test_the_native_step_says_why_it_cannot():
+    assert native.why_not(nn.Linear(2, 2).double()) == "the weights are float64"
+    assert native.why_not(nn.Linear(2, 2, device="meta")) == "the weights are on meta"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shift", ["overlap", "parallel"])
-def test_the_compiled_step_gives_the_same_tokens(shift):
-    model = build(PAPER_B.replace(shift=shift), dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_compiled_step_gives_the_same_tokens(shift, dtype):
+    model = build(PAPER_B.replace(shift=shift), dtype=dtype)
     prompt = [tokens(10).tolist()]
     runner = compile_for(model, batch=1)
+    assert isinstance(runner, native.NativeRunner) == (dtype == torch.float32)
     assert generate(model, prompt, max_new_tokens=40, runner=runner) == generate(
         model, prompt, max_new_tokens=40
     )

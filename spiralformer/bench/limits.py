@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from spiralformer.bench.results import Results
 from spiralformer.bench.timing import interleave, table
 from spiralformer.config import SpiralConfig
-from spiralformer.decode import few_rows
+from spiralformer.decode import native
 
 ROWS = (1, 2, 4)
 
@@ -43,7 +43,7 @@ def read_rates(dtype: str, config: SpiralConfig, repeats: int = 5) -> dict[str, 
     ]
     size = sum(w.numel() * w.element_size() for w in weights)
     modes: dict[str, Callable[..., Any]] = {"general product": F.linear}
-    if few_rows.build() is None:
+    if native.build() is None:
         modes["few rows"] = lambda x, w: torch.ops.spiralformer.few_rows(x, w, None)
     found: dict[str, dict[int, float]] = {mode: {} for mode in modes}
     for rows in ROWS:

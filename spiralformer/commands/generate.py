@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         runner = compiled = compile_for(model, batch=len(ids), capacity=room)
         print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
         if device.type == "cpu" and compiled.fallback:
-            print(f"[linears of few rows are not in use: {compiled.fallback}]", file=sys.stderr)
+            print(f"[the native step is not in use: {compiled.fallback}]", file=sys.stderr)
 
     found: list[list[int]] = [[] for _ in ids]
     texts = [TextStream(tokenizer.decode, args.stop) for _ in ids]

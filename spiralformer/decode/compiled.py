@@ -1,19 +1,19 @@
 """The decode step with its weights compiled in.
 
-Decoding one token is bound by reading weights. On a CPU the linear layers become those of
-`few_rows`; elsewhere inductor's freezing packs the weights. Compilation is paid once per model and
-batch shape; the tokens are the same.
+Decoding one token is bound by reading weights. On a CPU the step is that of `native`; elsewhere
+inductor's freezing packs the weights. Compilation is paid once per machine there, and once per
+model and batch shape here; the tokens are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
-from spiralformer.decode import few_rows
+from spiralformer.decode import native
 from spiralformer.decode.state import Append, DecodeState
 from spiralformer.decode.step import EAGER, Runner, step
 from spiralformer.model import SpiralFormer
@@ -63,28 +63,22 @@ class CompiledRunner(Runner):
     States should be made with its `capacity`: caches of another size compile anew.
     """
 
-    def __init__(self, model: SpiralFormer, capacity: int, **options) -> None:
+    def __init__(self, model: SpiralFormer, capacity: int, fallback: str, **options) -> None:
         self.capacity = min(capacity, model.config.max_length)
         self.config = model.config
+        self.fallback = fallback  # why this is not a NativeRunner
         # dynamo counts the compilations of all models of a process together
         dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
-        self.fallback = few_rows.why_not(model)
+        options = {"freezing": True, "max_autotune": True, **options}
         compile = lambda module: torch.compile(module, options=options, dynamic=None)
-        self.fast_head: Callable[[Tensor], Tensor]
-        if self.fallback is None:
-            self.plain = {id(stack): few_rows.for_few_rows(stack) for stack in model.stacks()}
-            self.fast_head = few_rows.for_few_rows(model.head)
-        else:
-            options = {"freezing": True, "max_autotune": True, **options}
-            self.plain = {id(stack): stack for stack in model.stacks()}
-            self.fast_head = compile(model.head)
-        self.compiled = {name: compile(StackPass(stack)) for name, stack in self.plain.items()}
+        self.fast_head = compile(model.head)
+        self.compiled = {id(stack): compile(StackPass(stack)) for stack in model.stacks()}
 
     def stack(
         self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
     ) -> list[Tensor]:
         if any(append.rows is not None for append in appends) or not len(stack.blocks):
-            return EAGER.stack(self.plain[id(stack)], inputs, appends)
+            return EAGER.stack(stack, inputs, appends)
         positions = torch.cat([append.positions for append in appends])
         cos, sin = rotary(positions[:, None], self.config)
         keys: list[list[Tensor]] = []
@@ -116,9 +110,12 @@ class CompiledRunner(Runner):
 @torch.no_grad()
 def compile_for(
     model: SpiralFormer, batch: int = 1, capacity: int = 1024, warm: int = 16, **options
-) -> CompiledRunner:
+) -> native.NativeRunner | CompiledRunner:
     """A compiled runner, warmed up on every combination of passes that a token may need."""
-    runner = CompiledRunner(model, capacity, **options)
+    fallback = native.why_not(model)
+    if fallback is None:
+        return native.NativeRunner(model, capacity)
+    runner = CompiledRunner(model, capacity, fallback, **options)
     state = DecodeState.empty(model, batch, runner.capacity)
     period = max([it.chunk for it in model.config.iterations], default=1)
     ids = torch.zeros(batch, dtype=torch.long, device=model.embedding.weight.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -56,44 +56,67 @@ class StackCache:
 class Append:
     """New entries for some rows of a StackCache: stored, then attended to with all before them."""
 
-    def __init__(self, cache: StackCache, held: Sequence[int], new: Sequence[int], rows=None):
-        device = cache.keys.device
-        self.cache = cache
+    def __init__(
+        self,
+        cache: StackCache,
+        held: Sequence[int],  # entries that each row has
+        new: Sequence[int],  # and gets
+        rows: Sequence[int] | None = None,  # None: all the cache's rows, in order
+    ) -> None:
+        self.cache, self.held, self.new, self.rows = cache, held, new, rows
         self.batch = len(held)
         self.width = max(new)
         self.end = max(h + n for h, n in zip(held, new, strict=True))
-        # None: the rows are all the cache's rows, in order
-        self.rows = None if rows is None else torch.tensor(rows, device=device)
-        starts = torch.tensor(held, device=device)
-        steps = torch.arange(self.width, device=device)
-        self.positions = starts[:, None] + steps  # B M
         self.fresh = not any(held)
         self.aligned = len(set(held)) == 1 and len(set(new)) == 1
-        self.mask: Tensor | None = None
-        if not self.fresh and not (self.aligned and self.width == 1):
-            ends = torch.arange(self.end, device=device)
-            self.mask = (ends <= self.positions[:, :, None])[:, None]  # B 1 M end
-        if not self.aligned:  # only real entries are stored, padding never is
-            row, step = (steps < torch.tensor(new, device=device)[:, None]).nonzero(as_tuple=True)
-            self.source = (row, step)
-            target = row if self.rows is None else self.rows[row]
-            self.target = (target, self.positions[row, step])
+
+    # on the device, where they are needed
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """B M"""
+        device = self.cache.keys.device
+        starts = torch.tensor(self.held, device=device)
+        return starts[:, None] + torch.arange(self.width, device=device)
+
+    @cached_property
+    def index(self) -> Tensor | None:
+        """B: the rows of the cache"""
+        return None if self.rows is None else torch.tensor(self.rows, device=self.cache.keys.device)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """B 1 M end: what each new entry may see; None if all"""
+        if self.fresh or (self.aligned and self.width == 1):
+            return None
+        ends = torch.arange(self.end, device=self.positions.device)
+        return (ends <= self.positions[:, :, None])[:, None]
+
+    @cached_property
+    def moves(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """From which (row, step) to which (row, place): real entries only, never padding"""
+        device = self.cache.keys.device
+        steps = torch.arange(self.width, device=device)
+        real = steps < torch.tensor(self.new, device=device)[:, None]
+        row, step = real.nonzero(as_tuple=True)
+        target = row if self.index is None else self.index[row]
+        return (row, step), (target, self.positions[row, step])
 
     def __call__(self, layer: int, attend: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]  # B H C K
         for store, new in ((keys, k), (values, v)):
             if not self.aligned:
-                (row, step), (to_row, to_place) = self.source, self.target
+                (row, step), (to_row, to_place) = self.moves
                 store[to_row, :, to_place] = new[row, :, step]
-            elif self.rows is None:
+            elif self.index is None:
                 store[:, :, self.end - self.width : self.end] = new
             else:
-                store[self.rows, :, self.end - self.width : self.end] = new
+                store[self.index, :, self.end - self.width : self.end] = new
         if self.fresh:
             return attend(q, k, v)
         keys, values = keys[:, :, : self.end], values[:, :, : self.end]
-        if self.rows is not None:
-            keys, values = keys[self.rows], values[self.rows]
+        if self.index is not None:
+            keys, values = keys[self.index], values[self.index]
         return attend(q, keys, values, self.mask)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from spiralformer.config import Iteration
 from spiralformer.decode.state import (
@@ -121,6 +122,43 @@ class Runner:
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
         return model.head(hidden)
 
+    def start(self, model: SpiralFormer, x: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        return model.topology.start(x, v)
+
+    def update(
+        self, model: SpiralFormer, u: Tensor, h: Tensor, carrier: Any, t: int
+    ) -> tuple[Tensor, Any]:
+        return model.topology.update(u, h, carrier, t)
+
+    def join(
+        self, part: IterationState, scorer: nn.Module | None, h: Tensor, ended: list[int]
+    ) -> Tensor:
+        """One state of every row, h (B, 1, D), joins its unfinished chunk: a step of the online
+        softmax, or of the sum where nothing is scored. Returns the latents of the rows whose
+        chunk `ended`, which start anew."""
+        state = h[:, 0].to(part.total.dtype)
+        if scorer is None:
+            part.total = part.total + state
+        else:
+            score = scorer(h)[:, 0, 0].to(part.total.dtype)
+            peak = torch.maximum(part.peak, score)
+            fade, share = torch.exp(part.peak - peak), torch.exp(score - peak)
+            part.peak, part.weight = peak, part.weight * fade + share
+            part.total = part.total * fade[:, None] + share[:, None] * state
+        if not ended:
+            return h[:0]
+        z = part.total / (part.it.chunk if scorer is None else part.weight[:, None])
+        if len(ended) == h.shape[0]:
+            rows = torch.ones(h.shape[0], dtype=torch.bool, device=h.device)
+        else:
+            rows = torch.tensor([row in ended for row in range(h.shape[0])], device=h.device)
+            z = z[torch.tensor(ended, device=h.device)]
+        _clear(part, rows)
+        return z[:, None].to(h.dtype)
+
+    def allocate(self, upscale: Any, latents: Tensor) -> Tensor:
+        return upscale.allocation(latents)
+
 
 EAGER = Runner()
 
@@ -141,28 +179,27 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = 
     x = model.embed(ids)
     append = Append(state.pre, starts, new)
     v = runner.stack(model.pre, [x], [append])[0]
-    h, carrier = model.topology.start(x, v)
+    h, carrier = runner.start(model, x, v)
     for group in passes(state):
+        plans = [Plan(part.it, starts, new) for part in group]
         due: list[tuple[IterationState, Plan, Tensor]] = []
-        for part in group:
-            plan = Plan(part.it, starts, new)
-            z = absorb(model, part, plan, h)
+        for part, plan in zip(group, plans, strict=True):
+            z = absorb(model, part, plan, h, runner)
             if plan.rows:
                 due.append((part, plan, z))
             if part.it.lags:
                 u = read(part, plan, 1, part.latents, part.allocations)
-                h, carrier = model.topology.update(u, h, carrier, part.it.index)
+                h, carrier = runner.update(model, u, h, carrier, part.it.index)
         results = {}
         if due:
             core = model.core(group[0].it.index)
             outputs = runner.stack(core, [z for *_, z in due], [p.append(s) for s, p, _ in due])
             results = {p.it.index: out for (_, p, _), out in zip(due, outputs, strict=True)}
-        for part in group:
-            plan = Plan(part.it, starts, new)
-            bank = keep(model, part, plan, results.get(part.it.index))
+        for part, plan in zip(group, plans, strict=True):
+            bank = keep(model, part, plan, results.get(part.it.index), runner)
             if not part.it.lags:
                 u = read(part, plan, 1, *bank)
-                h, carrier = model.topology.update(u, h, carrier, part.it.index)
+                h, carrier = runner.update(model, u, h, carrier, part.it.index)
     h = runner.stack(model.post, [h], [Append(state.post, starts, new)])[0]
     _advance(state, new)
     return model.norm(h[:, 0])
@@ -182,7 +219,9 @@ def passes(state: DecodeState) -> list[list[IterationState]]:
 # ---------------------------------------------------------------------------- down-scaling
 
 
-def absorb(model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor) -> Tensor:
+def absorb(
+    model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor, runner: Runner = EAGER
+) -> Tensor:
     """Takes the new states h (B, M, D) into the unfinished chunks.
 
     Returns the latents of the chunks that complete, for the rows where any does: (rows, chunks, D).
@@ -194,29 +233,8 @@ def absorb(model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor) -> 
         part.recent = _last(part.recent, h, plan.new)
     scorer = model.scalings[it.index].downscale.scorer if part.peak.numel() else None
     wide, device = part.total.dtype, h.device
-    if h.shape[1] == 1 and all(plan.new):  # one token: a plain step of the online softmax
-        state = h[:, 0].to(wide)
-        if scorer is not None:
-            score = scorer(h)[:, 0, 0].to(wide)
-            peak = torch.maximum(part.peak, score)
-            fade, share = torch.exp(part.peak - peak), torch.exp(score - peak)
-            part.peak, part.weight = peak, part.weight * fade + share
-            part.total = part.total * fade[:, None] + share[:, None] * state
-        else:
-            part.total = part.total + state
-        if not plan.rows:
-            return h[:0]
-        z = part.total / (part.weight[:, None] if scorer else it.chunk)
-        if len(plan.rows) == len(plan.new):
-            part.total = torch.zeros_like(part.total)
-            part.peak, part.weight = (
-                torch.full_like(part.peak, FLOOR),
-                torch.zeros_like(part.weight),
-            )
-            return z[:, None].to(h.dtype)
-        ended = torch.tensor([bool(done) for done in plan.done], device=device)
-        _clear(part, ended)
-        return z[ended][:, None].to(h.dtype)
+    if h.shape[1] == 1 and all(plan.new):
+        return runner.join(part, scorer, h, plan.rows)
 
     # many tokens: lay each row out on its chunk grid, the first chunk going on from the state
     phase = torch.tensor([it.phase_of(start) for start in plan.starts], device=device)
@@ -272,28 +290,35 @@ def _clear(part: IterationState, rows: Tensor) -> None:
 
 
 def keep(
-    model: SpiralFormer, part: IterationState, plan: Plan, found: Tensor | None
+    model: SpiralFormer,
+    part: IterationState,
+    plan: Plan,
+    found: Tensor | None,
+    runner: Runner = EAGER,
 ) -> tuple[Tensor, Tensor]:
     """Keeps the newest latents. Returns the bank of all that the new tokens may read: those kept
     before, then those just `found` (rows, chunks, D), with their allocations."""
+    old = part.latents, part.allocations
     if found is None:
-        return part.latents, part.allocations
-    up = model.scalings[part.it.index].upscale
+        return old
+    every = len(plan.rows) == len(plan.new)
     if part.it.chunk == 1:
+        if every and not part.latents.shape[1]:  # read at once, and nothing is kept
+            return found, part.allocations
         allocation = found.new_ones((*found.shape[:2], 1))
     else:
-        allocation = up.allocation(found).expand(*found.shape[:2], -1)
-    if len(plan.rows) < len(plan.new):
+        upscale = model.scalings[part.it.index].upscale
+        allocation = runner.allocate(upscale, found).expand(*found.shape[:2], -1)
+    if not every:
         found, allocation = (
             x.new_zeros((len(plan.new), *x.shape[1:])).index_copy_(
                 0, torch.tensor(plan.rows, device=x.device), x
             )
             for x in (found, allocation)
         )
-    bank = torch.cat((part.latents, found), 1), torch.cat((part.allocations, allocation), 1)
     part.latents = _last(part.latents, found, plan.done)
     part.allocations = _last(part.allocations, allocation, plan.done)
-    return bank
+    return torch.cat((old[0], found), 1), torch.cat((old[1], allocation), 1)
 
 
 def read(
@@ -331,6 +356,8 @@ def read(
 def _last(old: Tensor, new: Tensor, counts: Sequence[int]) -> Tensor:
     """The last W entries of: `old` (B, W, D), then the first `counts[b]` of `new` (B, M, D)."""
     width = old.shape[1]
+    if min(counts) == max(counts) >= width:
+        return new[:, counts[0] - width : counts[0]].clone()
     both = torch.cat((old, new), 1)
     if len(set(counts)) == 1:
         return both[:, counts[0] : counts[0] + width].clone()
@@ -340,7 +367,7 @@ def _last(old: Tensor, new: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _check(model: SpiralFormer, state: DecodeState, ids: Tensor, new: list[int]) -> None:
-    if state.config != model.config:
+    if state.config is not model.config and state.config != model.config:
         raise StateError(
             f"the state is of another model: layout {state.config.layout} of width "
             f"{state.config.hidden_size}, not {model.config.layout} of {model.config.hidden_size}"

@@ -30,11 +30,16 @@ def make_norm(config: SpiralConfig) -> nn.Module:
     return cls(config.hidden_size, eps=config.norm_eps)
 
 
+def frequencies(config: SpiralConfig, device: torch.device) -> Tensor:
+    """Radians per position of each rotated pair, (R/2)."""
+    size = config.rotary_size
+    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    return config.rotary_base**-exponents
+
+
 def rotary(positions: Tensor, config: SpiralConfig) -> Rope:
     """Angles of the given positions. Always computed in float32, whatever the model's dtype."""
-    size = config.rotary_size
-    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    angles = positions.float()[..., None] * config.rotary_base**-exponents
+    angles = positions.float()[..., None] * frequencies(config, positions.device)
     return angles.cos(), angles.sin()
 
 
