@@ -47,7 +47,8 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotates the first R dimensions of each head, half against half as GPT-NeoX does."""
     cos, sin = (part.to(x.dtype) for part in rope)
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    # one split: the backward pass of slices would fill a whole gradient with zeros for each
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
@@ -72,8 +73,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B L 3 H K
-        qk, v = qkv[:, :, :2].permute(2, 0, 3, 1, 4), qkv[:, :, 2].transpose(1, 2)
-        q, k = rotate(qk, rope).unbind(0)  # B H L K
+        qk, v = qkv.split((2, 1), 2)
+        q, k = rotate(qk.permute(2, 0, 3, 1, 4), rope).unbind(0)  # B H L K
+        v = v.squeeze(2).transpose(1, 2)
         y = self.attend(q, k, v) if cache is None else cache(self.attend, q, k, v)
         return self.out(y.transpose(1, 2).flatten(2))
 

@@ -61,9 +61,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = lambda g: None if g is None else g * grad.to(g.dtype)
-        return scale(grad_hidden), scale(grad_weight), None, None
+        # in place, since V×D is large: going back twice through one loss is an error
+        scale = lambda g: None if g is None else g.mul_(grad)
+        return *(scale(g) for g in ctx.saved_tensors), None, None
 
 
 def linear_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
