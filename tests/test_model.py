@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from spiralformer import SpiralConfig, SpiralFormer, reference
 from spiralformer.config import allow_shifts_that_leak_the_future
+from spiralformer.model import precision
 from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
 from tests.strategies import VOCAB, build, configs, tokens
 
@@ -194,3 +195,51 @@ def test_output_projections_start_smaller_the_deeper_the_unrolled_computation():
         std = block.mlp.down.weight.std().item()
         assert std == pytest.approx(0.02 / (2 * 16) ** 0.5, rel=0.05)
         assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+# ---------------------------------------------------------------------------- bfloat16
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_widened_linears_are_linears_of_bfloat16(autocast, monkeypatch):
+    """Output and gradients are those of the exact product of the rounded input, rounded."""
+    monkeypatch.setattr(precision, "CPU_HAS_BFLOAT16", False)
+    torch.manual_seed(0)
+    linear = precision.Linear(48, 40)
+    x = torch.randn(3, 11, 48).bfloat16()
+    if not autocast:
+        linear = linear.bfloat16()
+    exact = torch.nn.Linear(48, 40).double()
+    exact.load_state_dict(linear.state_dict())
+    grad = torch.randn(3, 11, 40).bfloat16()
+    found = []
+    for module, dtype in ((linear, torch.bfloat16), (exact, torch.float64)):
+        given = x.to(dtype, copy=True).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and module is linear):
+            y = module(given)
+        y.backward(grad.to(y.dtype))
+        found.append([y, given.grad, module.weight.grad, module.bias.grad])
+    assert found[0][0].dtype == found[0][1].dtype == torch.bfloat16
+    for got, want in zip(*found, strict=True):
+        ulp = 2**-8 if got.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got.double(), want, rtol=ulp, atol=1e-4)
+
+
+def test_bfloat16_without_its_units_is_near_float32(monkeypatch):
+    monkeypatch.setattr(precision, "CPU_HAS_BFLOAT16", False)
+    config = SpiralConfig(
+        layout="1+1x{1/4,1}+1", hidden_size=32, num_heads=2, vocab_size=50, max_length=64
+    )
+    torch.manual_seed(0)
+    model, ids = SpiralFormer(config), torch.randint(0, 50, (2, 41))
+    losses, grads = [], []
+    for bfloat in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert losses[0] != losses[1]
+    assert abs(losses[0] - losses[1]) < 2e-2
+    assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.999

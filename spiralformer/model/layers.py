@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spiralformer.config import SpiralConfig
+from spiralformer.model.precision import Linear, should_widen
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, (L, R/2) or (B, 1, L, R/2)
 
@@ -60,6 +61,11 @@ class Attend(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         causal = mask is None and q.shape[-2] > 1
+        if should_widen(q) and torch.is_grad_enabled():  # only its backward pass is slow
+            with torch.autocast("cpu", enabled=False):
+                q, k, v = q.float(), k.float(), v.float()
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+            return y.to(torch.bfloat16)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
 
@@ -67,9 +73,9 @@ class Attention(nn.Module):
     def __init__(self, config: SpiralConfig) -> None:
         super().__init__()
         self.heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.attend = Attend()
-        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.out = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B L 3 H K
@@ -83,8 +89,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: SpiralConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.up = Linear(config.hidden_size, config.intermediate_size)
+        self.down = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))

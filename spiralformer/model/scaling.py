@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spiralformer.config import Iteration, SpiralConfig
+from spiralformer.model.precision import Linear
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -47,7 +48,7 @@ class SelfAggregation(nn.Module):
     def __init__(self, config: SpiralConfig, it: Iteration) -> None:
         super().__init__()
         self.it = it
-        self.scorer = nn.Linear(config.hidden_size, 1, bias=False)
+        self.scorer = Linear(config.hidden_size, 1, bias=False)
 
     def weights(self, h: Tensor) -> Tensor:
         """α, (B, N, G): zero at the places before token 0."""
@@ -79,7 +80,7 @@ class OutputDependentAllocation(nn.Module):
     def __init__(self, config: SpiralConfig, it: Iteration) -> None:
         super().__init__()
         self.it = it
-        self.router = nn.Linear(config.hidden_size, it.chunk)
+        self.router = Linear(config.hidden_size, it.chunk)
 
     def allocation(self, z: Tensor) -> Tensor:
         """λ·β, (B, N, G), with the gain λ = √g"""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from spiralformer.config import SpiralConfig
 from spiralformer.model.layers import MLP, Attention, Stack, make_norm
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
+from spiralformer.model.precision import Linear
 from spiralformer.model.scaling import Scaling, causal_shift
 from spiralformer.model.topology import TOPOLOGY
 
@@ -41,7 +42,7 @@ class SpiralFormer(nn.Module):
         self.topology = TOPOLOGY[config.topology](config)
         self.post = Stack(config, layout.post)
         self.norm = make_norm(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.reset_parameters()

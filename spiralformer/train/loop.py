@@ -35,6 +35,7 @@ from spiralformer.checkpoint import read_json, save_model
 from spiralformer.decode.generate import Sampling, generate
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
+from spiralformer.model.precision import has_fast_bfloat16
 from spiralformer.train import report
 from spiralformer.train.checkpoint import Checkpoints, RunFolder, read_state, write_json, writing
 from spiralformer.train.data import IGNORED, Split, TokenDataset, open_split, read_texts
@@ -43,7 +44,6 @@ from spiralformer.train.prepare import MANIFEST
 from spiralformer.train.processes import (
     Processes,
     accumulating,
-    has_fast_bfloat16,
     spread,
     start_processes,
     whole_model,

@@ -127,15 +127,6 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products are the hardware's own rather than emulated."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return False
-
-
 # ---------------------------------------------------------------------------- the model
 
 
