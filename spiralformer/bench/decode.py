@@ -85,8 +85,6 @@ def measure(
         if compiled:
             runner = compile_for(model, batch=len(prompts), capacity=longest + 256)
             cases[f"{name}, compiled"] = partial(decode, model, runner)
-    for case in cases.values():
-        case()
     best = interleave(cases, repeats, dtype)
     return {name: len(prompts) * tokens / seconds for name, seconds in best.items()}
 

@@ -46,8 +46,6 @@ def run(scale: str, length: int, dtypes: tuple[str, ...], repeats: int) -> Resul
     configs[PEER] = configs["baseline"]
     for dtype in dtypes:
         cases = {name: make_case(name, configs[name], dtype, length) for name in (PEER, *NAMES)}
-        for case in cases.values():
-            case()
         best = interleave(cases, repeats, dtype)
         del cases
         base, rows = best["baseline"], []

@@ -53,8 +53,6 @@ def run(scale: str, lengths: list[int], repeats: int) -> Results:
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         for n in lengths:
             cases = {name: make(name, n) for name in NAMES}
-            for case in cases.values():
-                case()
             for name, best in interleave(cases, repeats, f"{kind}, {n} tokens").items():
                 seconds[name].append(best / (DECODED if kind == "decoded token" else 1))
             del cases

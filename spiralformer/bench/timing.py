@@ -8,25 +8,33 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
+PATIENCE = 20.0  # seconds: a case that takes longer is run once
+
+
 def interleave(
     cases: Mapping[str, Callable[[], Any]], repeats: int, label: str = ""
 ) -> dict[str, float]:
     """Best seconds of each case, by the clock or as the case itself says (a float it returns).
 
     Every round runs every case once, so that a noisy moment of the machine falls on all of them
-    alike."""
+    alike. The first round warms up and counts only for cases beyond PATIENCE."""
     best: dict[str, float] = dict.fromkeys(cases, float("inf"))
-    for round in range(repeats):
+    slow: set[str] = set()
+    for round in range(repeats + 1):
         for done, (name, case) in enumerate(cases.items()):
+            if name in slow:
+                continue
             if sys.stderr.isatty():
                 place = round * len(cases) + done + 1
-                print(
-                    f"\r{label} {place}/{repeats * len(cases)} {name:<40}", end="", file=sys.stderr
-                )
+                total = (repeats + 1) * len(cases)
+                print(f"\r\033[K{label} {place}/{total} {name}", end="", file=sys.stderr)
             begun = time.perf_counter()
             own = case()
-            took = own if isinstance(own, float) else time.perf_counter() - begun
-            best[name] = min(best[name], took)
+            took = time.perf_counter() - begun
+            if took > PATIENCE:
+                slow.add(name)
+            if round or name in slow:
+                best[name] = min(best[name], own if isinstance(own, float) else took)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     return best
