@@ -85,6 +85,29 @@ def test_every_row_of_a_ragged_batch_equals_itself_alone(config, rows, seed):
             close(torch.cat(got[b]), model(ids[b : b + 1, :length])[0])
 
 
+@given(
+    configs(),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=4),
+    st.integers(0, 3),
+)
+def test_the_last_tokens_alone_come_out_as_among_all(config, rows, seed):
+    """Two calls on ragged rows; the states left behind are the same too."""
+    model = build(config, seed)
+    states = [DecodeState.empty(model, len(rows), capacity=2) for _ in range(2)]
+    for call in range(2):
+        new, ids = [row[call] for row in rows], tokens(len(rows), 8, seed=call)
+        if not max(new):
+            continue
+        every = extend(model, states[0], ids, new)
+        last = extend(model, states[1], ids, new, last=True)
+        assert last.shape[1] == 1
+        for b, n in enumerate(new):
+            if n:
+                close(last[b, 0], every[b, n - 1])
+    for one, other in zip(*(state.tensors() for state in states), strict=True):
+        close(one, other)
+
+
 @given(configs(), st.integers(1, 20), st.integers(0, 12), st.integers(0, 3), st.data())
 def test_truncated_tokens_might_never_have_been_seen(config, length, history, seed, data):
     model, batch = build(config, seed), 2

@@ -27,8 +27,8 @@ def make_case(name: str, config: SpiralConfig, dtype: str, length: int) -> Calla
     model = build(config, getattr(torch, dtype)).eval()
 
     def case() -> None:
-        out, _ = prefill(model, ids)
-        model.head(out[:, -1])
+        out, _ = prefill(model, ids, last=True)
+        model.head(out[:, 0])
 
     return case
 

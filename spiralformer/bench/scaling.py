@@ -16,6 +16,7 @@ from spiralformer.bench.timing import interleave, table
 from spiralformer.bench.train import NAMES, make_step
 from spiralformer.config import SpiralConfig
 from spiralformer.decode import prefill, step
+from spiralformer.decode.compiled import compile_for
 
 DECODED = 16  # tokens, two of the longest chunks
 
@@ -31,7 +32,7 @@ def exponent(lengths: list[int], values: list[float]) -> float:
 def run(scale: str, lengths: list[int], repeats: int) -> Results:
     results = Results("scaling", {"scale": scale, "lengths": lengths, "repeats": repeats})
     configs = {
-        name: config.replace(max_length=max(*lengths, config.max_length) + 2 * DECODED)
+        name: config.replace(max_length=max(*lengths, config.max_length) + (repeats + 1) * DECODED)
         for name, config in family(scale).items()
     }
     kinds: dict[str, tuple[Callable[..., Any], Callable[..., float]]] = {
@@ -84,16 +85,17 @@ def run(scale: str, lengths: list[int], repeats: int) -> Results:
 
 
 def _decoding(config: SpiralConfig, context: int) -> Callable[[], None]:
-    """Some tokens after a context, again and again from the same place."""
+    """Some tokens after a context, and some more each time."""
     model = build(config, torch.float32).eval()
+    runner = compile_for(model)
     with torch.no_grad():
-        _, before = prefill(model, torch.zeros(1, context, dtype=torch.long))
-    before.reserve(context + DECODED)
+        _, state = prefill(
+            model, torch.zeros(1, context, dtype=torch.long), capacity=config.max_length, last=True
+        )
     ids = torch.zeros(1, dtype=torch.long)
 
     def case() -> None:
-        state = before.fork(1)
         for _ in range(DECODED):
-            model.head(step(model, state, ids))
+            runner.head(model, step(model, state, ids, runner))
 
     return case

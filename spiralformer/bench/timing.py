@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-
 PATIENCE = 20.0  # seconds: a case that takes longer is run once
 
 

@@ -116,9 +116,7 @@ def stream(
     ids = torch.zeros((len(rows), longest), dtype=torch.long, device=device)
     for b, row in enumerate(rows):
         ids[b, : lengths[b]] = torch.tensor(row.prompt, device=device)
-    hidden = extend(model, state, ids, lengths)
-    last = torch.tensor(lengths, device=device) - 1
-    hidden = hidden[torch.arange(len(rows), device=device), last]  # B D
+    hidden = extend(model, state, ids, lengths, last=True)[:, 0]  # B D
     live = list(range(len(rows)))  # state row k holds rows[live[k]]
     while True:
         logits = runner.head(model, hidden)  # B V

@@ -66,6 +66,8 @@ static void softmax(float* x, int64_t n) {
 
 // ---------------------------------------------------------------------------- linear layers
 
+static const int64_t BLOCK = 32;  // weights taken at a time: one or two lines of cache
+
 // Sixteen weights as two vectors. Two bfloat16 share a word, so a shift and a mask give the even
 // and the odd ones; `arrange` puts x into the same order.
 static inline void pair(const float* p, vec& a, vec& b) {
@@ -86,7 +88,7 @@ static const float* arrange(const float* x, int64_t rows, int64_t K, std::vector
   if (std::is_same<T, float>::value) return x;
   buffer.assign(x, x + rows * K);
   for (int64_t m = 0; m < rows; m++)
-    for (int64_t k = m * K; k + 16 <= (m + 1) * K; k += 16)
+    for (int64_t k = m * K; k < m * K + K / BLOCK * BLOCK; k += 16)
       for (int i = 0; i < 8; i++) {
         buffer[k + i] = x[k + 2 * i];
         buffer[k + 8 + i] = x[k + 2 * i + 1];
@@ -100,17 +102,23 @@ static void outputs(
     const float* x, const T* w, const T* bias, float* y, int64_t K, int64_t N, int64_t n,
     const T* ahead) {
   vec acc[R][M] = {};
-  const int64_t whole = K / 16 * 16;
-  for (int64_t k = 0; k < whole; k += 16)
+  const int64_t whole = K / BLOCK * BLOCK;
+  for (int64_t k = 0; k < whole; k += BLOCK)
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      __builtin_prefetch(ahead + r * K + k);
-      vec a, b;
-      pair(w + (n + r) * K + k, a, b);
+      const T* p = w + (n + r) * K + k;
+#pragma GCC unroll 2
+      for (int64_t line = 0; line < BLOCK; line += 64 / sizeof(T))
+        __builtin_prefetch(ahead + r * K + k + line);
+#pragma GCC unroll 2
+      for (int half = 0; half < BLOCK; half += 16) {
+        vec a, b;
+        pair(p + half, a, b);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; m++) {
-        acc[r][m] += a * load(x + m * K + k);
-        acc[r][m] += b * load(x + m * K + k + 8);
+        for (int m = 0; m < M; m++) {
+          acc[r][m] += a * load(x + m * K + k + half);
+          acc[r][m] += b * load(x + m * K + k + half + 8);
+        }
       }
     }
   for (int r = 0; r < R; r++)

@@ -93,6 +93,17 @@ class Append:
         return (ends <= self.positions[:, :, None])[:, None]
 
     @cached_property
+    def last_mask(self) -> Tensor | None:
+        """B 1 1 end: what the last new entry of each row may see; None if all"""
+        if self.aligned:
+            return None
+        device = self.cache.keys.device
+        seen = [held + new for held, new in zip(self.held, self.new, strict=True)]
+        ends = torch.arange(self.end, device=device)
+        # a row without new entries sees something too: softmax over nothing is NaN
+        return (ends < torch.tensor(seen, device=device).clamp_min(1)[:, None])[:, None, None]
+
+    @cached_property
     def moves(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """From which (row, step) to which (row, place): real entries only, never padding"""
         device = self.cache.keys.device
@@ -112,24 +123,28 @@ class Append:
                 store[:, :, self.end - self.width : self.end] = new
             else:
                 store[self.index, :, self.end - self.width : self.end] = new
-        if self.fresh:
+        last = q.shape[2] < self.width  # the query of each row's last new entry, alone
+        if self.fresh and not (last and not self.aligned):
             return attend(q, k, v)
         keys, values = keys[:, :, : self.end], values[:, :, : self.end]
         if self.index is not None:
             keys, values = keys[self.index], values[self.index]
-        return attend(q, keys, values, self.mask)
+        return attend(q, keys, values, self.last_mask if last else self.mask)
 
 
-def run_stack(stack, inputs: Sequence[Tensor], appends: Sequence[Append]) -> list[Tensor]:
+def run_stack(
+    stack, inputs: Sequence[Tensor], appends: Sequence[Append], at: Tensor | None = None
+) -> list[Tensor]:
     """One pass of a stack over several groups of rows, each with a cache of its own.
 
     The groups go through the layers as one batch, so the weights are read once; only attention
-    looks at them one by one. All groups must bring the same number of entries a row.
+    looks at them one by one. All groups must bring the same number of entries a row. `at` is the
+    last entry of each row, if no other is wanted (of one group only).
     """
     if len(inputs) == 1:
         only = appends[0]
         caches = [partial(only, layer) for layer in range(len(stack.blocks))]
-        return [stack(inputs[0], only.positions, caches)]
+        return [stack(inputs[0], only.positions, caches, at)]
     sizes = [append.batch for append in appends]
 
     def attend_in_groups(layer: int, attend: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

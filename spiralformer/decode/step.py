@@ -24,7 +24,7 @@ from spiralformer.decode.state import (
     run_stack,
 )
 from spiralformer.model import SpiralFormer
-from spiralformer.model.layers import Stack
+from spiralformer.model.layers import Stack, pick
 
 
 @dataclass
@@ -63,38 +63,54 @@ def prefill(
     capacity: int = 0,
     fixed: bool = False,
     history: int = 0,
+    last: bool = False,
 ) -> tuple[Tensor, DecodeState]:
-    """One forward pass over right-padded prompts (B, M): output states (B, M, D) and the state."""
+    """One forward pass over right-padded prompts (B, M): output states (B, M, D) and the state.
+    With `last`, only the output of each row's last token, (B, 1, D)."""
     batch, width = ids.shape
     state = DecodeState.empty(model, batch, max(capacity, width), fixed=fixed, history=history)
-    return extend(model, state, ids, lengths), state
+    return extend(model, state, ids, lengths, last=last), state
 
 
 @torch.no_grad()
 def extend(
-    model: SpiralFormer, state: DecodeState, ids: Tensor, lengths: Sequence[int] | None = None
+    model: SpiralFormer,
+    state: DecodeState,
+    ids: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    last: bool = False,
 ) -> Tensor:
     """Advances row b by the first `lengths[b]` of its tokens ids (B, M); default all of them.
 
     Returns the normalised output states (B, M, D); apply `model.head` where logits are wanted.
-    What stands at padded places means nothing.
+    What stands at padded places means nothing. With `last`, only that of each row's last new token
+    comes out, (B, 1, D): the last layer is not run for the others.
     """
     new = [ids.shape[1]] * ids.shape[0] if lengths is None else [int(n) for n in lengths]
     _check(model, state, ids, new)
     starts, padding = list(state.lengths), ids.shape[1] - max(new, default=0)
     ids = ids[:, : ids.shape[1] - padding]
+    padding = 0 if last and ids.shape[1] else padding
     if not ids.shape[1]:
         return F.pad(model.embed(ids), (0, 0, 0, padding))
     if ids.shape[1] == 1 and all(new):
         return F.pad(step(model, state, ids[:, 0])[:, None], (0, 0, 0, padding))
     state.reserve(max(start + n for start, n in zip(starts, new, strict=True)))
+    at = None
+    if last:
+        at = torch.tensor([max(n - 1, 0) for n in new], device=ids.device)
 
-    def run(stack, cache, x: Tensor) -> Tensor:
+    def run(stack, cache, x: Tensor, at: Tensor | None = None) -> Tensor:
         append = Append(cache, starts, new)
-        return run_stack(stack, [x], [append])[0]
+        return run_stack(stack, [x], [append], at)[0]
 
     x = model.embed(ids)
-    v = run(model.pre, state.pre, x)
+    if at is not None and not state.loop and not model.post.blocks:
+        x, v = pick(x, at), run(model.pre, state.pre, x, at)
+        at = None
+    else:
+        v = run(model.pre, state.pre, x)
     h, carrier = model.topology.start(x, v)
     for part in state.loop:
         plan = Plan(part.it, starts, new)
@@ -104,9 +120,9 @@ def extend(
             found = run_stack(model.core(part.it.index), [z], [plan.append(part)])[0]
         u = read(part, plan, ids.shape[1], *keep(model, part, plan, found))
         h, carrier = model.topology.update(u, h, carrier, part.it.index)
-    out = model.norm(run(model.post, state.post, h))
+    h = run(model.post, state.post, h, at)
     _advance(state, new)
-    return F.pad(out, (0, 0, 0, padding))
+    return F.pad(model.norm(h), (0, 0, 0, padding))
 
 
 class Runner:

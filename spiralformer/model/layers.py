@@ -53,6 +53,11 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
+def pick(x: Tensor, at: Tensor) -> Tensor:
+    """Entry `at[b]` of each row b: (B, L, …) → (B, 1, …)"""
+    return x[torch.arange(x.shape[0], device=x.device), at][:, None]
+
+
 class Attend(nn.Module):
     """softmax(q·kᵀ/√K)·v. A module of its own so that a probe can hook what was really attended.
 
@@ -77,11 +82,15 @@ class Attention(nn.Module):
         self.attend = Attend()
         self.out = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rope, cache: LayerCache | None = None, at: Tensor | None = None
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B L 3 H K
         qk, v = qkv.split((2, 1), 2)
         q, k = rotate(qk.permute(2, 0, 3, 1, 4), rope).unbind(0)  # B H L K
         v = v.squeeze(2).transpose(1, 2)
+        if at is not None:
+            q = pick(q.transpose(1, 2), at).transpose(1, 2)
         y = self.attend(q, k, v) if cache is None else cache(self.attend, q, k, v)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -105,8 +114,12 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: Rope, cache: LayerCache | None = None) -> Tensor:
-        attended = self.attention(self.attention_norm(x), rope, cache)
+    def forward(
+        self, x: Tensor, rope: Rope, cache: LayerCache | None = None, at: Tensor | None = None
+    ) -> Tensor:
+        """With `at`, only that entry of each row comes out; the cache knows which it attends."""
+        attended = self.attention(self.attention_norm(x), rope, cache, at)
+        x = x if at is None else pick(x, at)
         if self.parallel:
             return x + attended + self.mlp(self.mlp_norm(x))
         x = x + attended
@@ -127,9 +140,10 @@ class Stack(nn.Module):
         x: Tensor,  # B L D
         positions: Tensor | None = None,  # (L) or (B, L); default 0 … L-1
         caches: Sequence[LayerCache] | None = None,  # one per layer
+        at: Tensor | None = None,  # (B): the only entries that are wanted
     ) -> Tensor:
         if x.shape[1] == 0 or not self.blocks:
-            return x
+            return x if at is None else pick(x, at)
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         rope = rotary(positions if positions.dim() == 1 else positions[:, None], self.config)
@@ -137,5 +151,6 @@ class Stack(nn.Module):
             if self.checkpointing and self.training and caches is None:
                 x = checkpoint(block, x, rope, use_reentrant=False)
             else:
-                x = block(x, rope, None if caches is None else caches[i])
+                last = at if i == len(self.blocks) - 1 else None
+                x = block(x, rope, None if caches is None else caches[i], last)
         return x
