@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
     )
-    parser.add_argument("--tokens", type=int, default=48, help="tokens decoded per measurement")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens decoded per measurement")
     parser.add_argument(
         "--context", type=int, default=2048, help="the long context of decode; 0: none"
     )

@@ -96,12 +96,13 @@ static const float* arrange(const float* x, int64_t rows, int64_t K, std::vector
   return buffer.data();
 }
 
-// Outputs n … n+R-1 of M rows: a row of w is used for all of them while it is in registers.
-template <typename T, int M, int R>
+// Outputs n … n+R-1 of M rows: a row of w is used for all of them while it is in registers. Each has
+// U partial sums, so that one addition does not wait for the other.
+template <typename T, int M, int R, int U>
 static void outputs(
     const float* x, const T* w, const T* bias, float* y, int64_t K, int64_t N, int64_t n,
     const T* ahead) {
-  vec acc[R][M] = {};
+  vec acc[R][M][U] = {};
   const int64_t whole = K / BLOCK * BLOCK;
   for (int64_t k = 0; k < whole; k += BLOCK)
 #pragma GCC unroll 4
@@ -111,19 +112,21 @@ static void outputs(
       for (int64_t line = 0; line < BLOCK; line += 64 / sizeof(T))
         __builtin_prefetch(ahead + r * K + k + line);
 #pragma GCC unroll 2
-      for (int half = 0; half < BLOCK; half += 16) {
+      for (int half = 0; half < 2; half++) {
         vec a, b;
-        pair(p + half, a, b);
+        pair(p + 16 * half, a, b);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) {
-          acc[r][m] += a * load(x + m * K + k + half);
-          acc[r][m] += b * load(x + m * K + k + half + 8);
+          acc[r][m][2 * half % U] += a * load(x + m * K + k + 16 * half);
+          acc[r][m][(2 * half + 1) % U] += b * load(x + m * K + k + 16 * half + 8);
         }
       }
     }
   for (int r = 0; r < R; r++)
     for (int m = 0; m < M; m++) {
-      float s = sum(acc[r][m]);
+      vec all = acc[r][m][0];
+      for (int u = 1; u < U; u++) all += acc[r][m][u];
+      float s = sum(all);
       for (int64_t k = whole; k < K; k++) s += float(w[(n + r) * K + k]) * x[m * K + k];
       y[m * N + n + r] = s + (bias ? float(bias[n + r]) : 0.f);
     }
@@ -134,17 +137,18 @@ template <typename T, int M>
 static void product(
     const float* x, const T* w, const T* bias, float* y, int64_t K, int64_t N, const T* next,
     int64_t next_size) {
-  constexpr int R = M <= 2 ? 4 : 2;  // R·M sums stay in registers
+  constexpr bool narrow = sizeof(T) == 2 && M <= 2;
+  constexpr int R = narrow ? 1 : M <= 2 ? 4 : 2, U = narrow ? 4 : 1;  // R·M·U sums in registers
   const int64_t blocks = N / R, far = AHEAD / int64_t(sizeof(T));
   const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, K));
   at::parallel_for(0, blocks, grain, [&](int64_t from, int64_t to) {
     const T* then = next ? next + next_size * from / blocks : w;
     for (int64_t n = from * R; n < to * R; n += R) {
       const int64_t beyond = n * K + far - to * R * K;
-      outputs<T, M, R>(x, w, bias, y, K, N, n, beyond < 0 ? w + n * K + far : then + beyond);
+      outputs<T, M, R, U>(x, w, bias, y, K, N, n, beyond < 0 ? w + n * K + far : then + beyond);
     }
   });
-  for (int64_t n = blocks * R; n < N; n++) outputs<T, M, 1>(x, w, bias, y, K, N, n, w + n * K);
+  for (int64_t n = blocks * R; n < N; n++) outputs<T, M, 1, U>(x, w, bias, y, K, N, n, w + n * K);
 }
 
 // x·wᵀ + b for float32 x (P, inputs); `next` is what will be read after w.
@@ -366,6 +370,17 @@ std::tuple<at::Tensor, at::Tensor> mesh(
   return {state, write};
 }
 
+// One iteration's update of a decoded token, and MeSH after it: the update is latent `at` times its
+// allocation to place `phase` of its chunk.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> fold(
+    const at::Tensor& latents, const at::Tensor& allocations, int64_t at, int64_t phase,
+    const at::Tensor& h, const at::Tensor& x, const at::TensorList updates,
+    const at::TensorList writes, const at::Tensor& router, const at::Tensor& bias) {
+  at::Tensor u = latents.narrow(1, at, 1) * allocations.narrow(1, at, 1).narrow(2, phase, 1);
+  auto [state, write] = mesh(h, u, x, updates, writes, router, bias);
+  return {u, state, write};
+}
+
 // One step of the online softmax of self-aggregation: h (P, 1, D) joins each row's unfinished
 // chunk. The chunks of the rows `ended` are complete: returns their latents and starts anew.
 at::Tensor join(
@@ -418,6 +433,9 @@ TORCH_LIBRARY(spiralformer, m) {
       "mesh(Tensor h, Tensor u, Tensor x, Tensor[] updates, Tensor[] writes, Tensor router, "
       "Tensor bias) -> (Tensor, Tensor)");
   m.def(
+      "fold(Tensor latents, Tensor allocations, int at, int phase, Tensor h, Tensor x, "
+      "Tensor[] updates, Tensor[] writes, Tensor router, Tensor bias) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "join(Tensor h, Tensor scorer, Tensor(a!) total, Tensor(b!) peak, Tensor(c!) weight, "
       "int[] ended, float floor) -> Tensor");
   m.def("allocate(Tensor latents, Tensor router, Tensor bias, float gain) -> Tensor");
@@ -426,6 +444,7 @@ TORCH_LIBRARY_IMPL(spiralformer, CPU, m) {
   m.impl("few_rows", few_rows);
   m.impl("stack", stack);
   m.impl("mesh", mesh);
+  m.impl("fold", fold);
   m.impl("join", join);
   m.impl("allocate", allocate);
 }

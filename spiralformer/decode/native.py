@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spiralformer.decode.state import FLOOR, Append, IterationState
-from spiralformer.decode.step import Runner
+from spiralformer.decode.step import Bank, Plan, Runner, place, read
 from spiralformer.model import SpiralFormer
 from spiralformer.model.layers import Stack, frequencies
 from spiralformer.model.scaling import OutputDependentAllocation
@@ -109,12 +109,34 @@ class NativeRunner(Runner):
             return _mesh(model.topology.routers[0], x, v, Memory(x, (), ()))
         return super().start(model, x, v)
 
-    def update(
-        self, model: SpiralFormer, u: Tensor, h: Tensor, carrier: Any, t: int
+    def fold(
+        self,
+        model: SpiralFormer,
+        part: IterationState,
+        plan: Plan,
+        bank: Bank,
+        h: Tensor,
+        carrier: Any,
     ) -> tuple[Tensor, Any]:
-        if isinstance(model.topology, MeSH):
-            return _mesh(model.topology.routers[t + 1], h, u, carrier)
-        return super().update(model, u, h, carrier, t)
+        if not isinstance(model.topology, MeSH):
+            return super().fold(model, part, plan, bank, h, carrier)
+        router: Any = model.topology.routers[part.it.index + 1]
+        whole = part.it.chunk == 1 and part.it.shift == 0
+        found = place(plan, bank) if not whole and len(set(plan.starts)) == 1 else None
+        if found is None:
+            return _mesh(router, h, read(part, plan, 1, bank), carrier)
+        u, state, write = torch.ops.spiralformer.fold(
+            bank.latents,
+            bank.allocations,
+            *found,
+            h,
+            carrier.x,
+            carrier.updates,
+            carrier.writes,
+            router.weight,
+            router.bias,
+        )
+        return state, Memory(carrier.x, (*carrier.updates, u), (*carrier.writes, write))
 
     def join(self, part: IterationState, scorer: Any, h: Tensor, ended: list[int]) -> Tensor:
         if scorer is None:

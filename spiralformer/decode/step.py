@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +118,7 @@ def extend(
         found = None
         if plan.rows:
             found = run_stack(model.core(part.it.index), [z], [plan.append(part)])[0]
-        u = read(part, plan, ids.shape[1], *keep(model, part, plan, found))
+        u = read(part, plan, ids.shape[1], keep(model, part, plan, found))
         h, carrier = model.topology.update(u, h, carrier, part.it.index)
     h = run(model.post, state.post, h, at)
     _advance(state, new)
@@ -141,10 +141,18 @@ class Runner:
     def start(self, model: SpiralFormer, x: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         return model.topology.start(x, v)
 
-    def update(
-        self, model: SpiralFormer, u: Tensor, h: Tensor, carrier: Any, t: int
+    def fold(
+        self,
+        model: SpiralFormer,
+        part: IterationState,
+        plan: Plan,
+        bank: Bank,
+        h: Tensor,
+        carrier: Any,
     ) -> tuple[Tensor, Any]:
-        return model.topology.update(u, h, carrier, t)
+        """The update of an iteration for the newest token enters the state."""
+        u = read(part, plan, 1, bank)
+        return model.topology.update(u, h, carrier, part.it.index)
 
     def join(
         self, part: IterationState, scorer: nn.Module | None, h: Tensor, ended: list[int]
@@ -204,8 +212,7 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = 
             if plan.rows:
                 due.append((part, plan, z))
             if part.it.lags:
-                u = read(part, plan, 1, part.latents, part.allocations)
-                h, carrier = runner.update(model, u, h, carrier, part.it.index)
+                h, carrier = runner.fold(model, part, plan, kept(part, plan.held), h, carrier)
         results = {}
         if due:
             core = model.core(group[0].it.index)
@@ -214,8 +221,7 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = 
         for part, plan in zip(group, plans, strict=True):
             bank = keep(model, part, plan, results.get(part.it.index), runner)
             if not part.it.lags:
-                u = read(part, plan, 1, *bank)
-                h, carrier = runner.update(model, u, h, carrier, part.it.index)
+                h, carrier = runner.fold(model, part, plan, bank, h, carrier)
     h = runner.stack(model.post, [h], [Append(state.post, starts, new)])[0]
     _advance(state, new)
     return model.norm(h[:, 0])
@@ -305,22 +311,34 @@ def _clear(part: IterationState, rows: Tensor) -> None:
 # ---------------------------------------------------------------------------- up-scaling
 
 
+class Bank(NamedTuple):
+    """Latents that tokens may read, oldest first, and how each is spread over its chunk."""
+
+    latents: Tensor  # B W D
+    allocations: Tensor  # B W G
+    ends: list[int]  # the number of the chunk after the last one, per row
+
+
+def kept(part: IterationState, ends: list[int]) -> Bank:
+    return Bank(part.latents, part.allocations, ends)
+
+
 def keep(
     model: SpiralFormer,
     part: IterationState,
     plan: Plan,
     found: Tensor | None,
     runner: Runner = EAGER,
-) -> tuple[Tensor, Tensor]:
+) -> Bank:
     """Keeps the newest latents. Returns the bank of all that the new tokens may read: those kept
-    before, then those just `found` (rows, chunks, D), with their allocations."""
-    old = part.latents, part.allocations
+    before, then those just `found` (rows, chunks, D)."""
     if found is None:
-        return old
-    every = len(plan.rows) == len(plan.new)
+        return kept(part, plan.held)
+    old, every = kept(part, plan.held), len(plan.rows) == len(plan.new)
+    ends = [held + found.shape[1] for held in plan.held]
     if part.it.chunk == 1:
         if every and not part.latents.shape[1]:  # read at once, and nothing is kept
-            return found, part.allocations
+            return Bank(found, part.allocations, ends)
         allocation = found.new_ones((*found.shape[:2], 1))
     else:
         upscale = model.scalings[part.it.index].upscale
@@ -334,36 +352,48 @@ def keep(
         )
     part.latents = _last(part.latents, found, plan.done)
     part.allocations = _last(part.allocations, allocation, plan.done)
-    return torch.cat((old[0], found), 1), torch.cat((old[1], allocation), 1)
+    if every and max(plan.new) == 1:  # one token reads nothing that is older than what is kept
+        return kept(part, ends)
+    return Bank(
+        torch.cat((old.latents, found), 1), torch.cat((old.allocations, allocation), 1), ends
+    )
 
 
-def read(
-    part: IterationState, plan: Plan, width: int, latents: Tensor, allocations: Tensor
-) -> Tensor:
-    """ũ of the new tokens (B, M, D): token i reads chunk π(i-s), by index, and zero where i < s."""
+def place(plan: Plan, bank: Bank) -> tuple[int, int] | None:
+    """Which latent of the bank the newest token reads, and as which place of its chunk, if all
+    rows stand at the same place; None where it reads nothing."""
+    token = plan.starts[0] - plan.it.shift
+    if token < 0:
+        return None
     it = plan.it
-    kept = part.latents.shape[1]
+    return it.chunk_of(token) - bank.ends[0] + bank.latents.shape[1], it.phase_of(token)
+
+
+def read(part: IterationState, plan: Plan, width: int, bank: Bank) -> Tensor:
+    """ũ of the new tokens (B, M, D): token i reads chunk π(i-s), by index, and zero where i < s."""
+    it, (latents, allocations, ends) = plan.it, bank
     if it.chunk == 1 and it.shift == 0:
-        return latents[:, kept:]
-    if width == 1 and len(set(plan.starts)) == 1:  # every row stands at the same place
-        token = plan.starts[0] - it.shift
-        if token < 0:
+        return latents[:, latents.shape[1] - width :]
+    if width == 1 and len(set(plan.starts)) == 1:
+        found = place(plan, bank)
+        if found is None:
             return latents.new_zeros((latents.shape[0], 1, part.latents.shape[2]))
-        at = it.chunk_of(token) - plan.held[0] + kept
-        return latents[:, at : at + 1] * allocations[:, at, it.phase_of(token), None, None]
-    device = latents.device
-    starts = torch.tensor(plan.starts, device=device)
-    held = torch.tensor(plan.held, device=device)
-    source = starts[:, None] + torch.arange(width, device=device) - it.shift  # B M
-    chunk = (source + it.offset).div(it.chunk, rounding_mode="floor")
-    phase = (source + it.offset).remainder(it.chunk)
-    place = chunk - held[:, None] + kept
-    legal = (source >= 0) & (place >= 0) & (place < latents.shape[1])
-    place = place.clamp(0, max(latents.shape[1] - 1, 0))
+        at, phase = found
+        return latents[:, at : at + 1] * allocations[:, at, phase, None, None]
     if not latents.shape[1]:
         return latents.new_zeros((len(plan.new), width, latents.shape[2]))
-    share = allocations.flatten(1).gather(1, place * it.chunk + phase) * legal
-    return latents.gather(1, place[:, :, None].expand(-1, -1, latents.shape[2])) * share[:, :, None]
+    device = latents.device
+    starts = torch.tensor(plan.starts, device=device)
+    source = starts[:, None] + torch.arange(width, device=device) - it.shift  # B M
+    chunk = (source + it.offset).div(it.chunk, rounding_mode="floor")
+    phases = (source + it.offset).remainder(it.chunk)
+    first = torch.tensor(ends, device=device) - latents.shape[1]
+    index = chunk - first[:, None]
+    legal = (source >= 0) & (index >= 0) & (index < latents.shape[1])
+    index = index.clamp(0, latents.shape[1] - 1)
+    share = allocations.flatten(1).gather(1, index * it.chunk + phases) * legal
+    index = index[:, :, None].expand(-1, -1, latents.shape[2])
+    return latents.gather(1, index) * share[:, :, None]
 
 
 # ---------------------------------------------------------------------------- small helpers
