@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from spiralformer.bench.results import read
 
 COLOURS = {
     "hugging face": "#9aa0a6",
@@ -23,10 +24,7 @@ def draw(folder: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = {
-        path.stem.removeprefix("bench-"): json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("bench-*.json"))
-    }
+    found = read(folder)
     bars = [
         (f"{name}: {bar['name']}", bar)
         for name, results in found.items()

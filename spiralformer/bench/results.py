@@ -59,6 +59,28 @@ class Results:
         return path
 
 
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The files that `save` wrote, by benchmark."""
+    return {
+        path.stem.removeprefix("bench-"): json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("bench-*.json"))
+    }
+
+
+def write_table(folder: Path) -> Path:
+    """All bars of a folder as one table."""
+    lines = ["| benchmark | bar | measured | wanted | |", "|---|---|---|---|---|"]
+    for name, found in read(folder).items():
+        for bar in found["bars"]:
+            sign = "≥" if bar["at_least"] else "≤"
+            verdict = "holds" if bar["holds"] else "**does not hold**"
+            cells = (name, bar["name"], f"{bar['figure']:.3f}", f"{sign} {bar['limit']}", verdict)
+            lines.append(f"| {' | '.join(cells)} |")
+    path = folder / "table.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
 def machine() -> dict[str, Any]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
     return {

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     from spiralformer.bench import decode, limits, memory, picture, prefill, scaling, train
     from spiralformer.bench.peers import family
+    from spiralformer.bench.results import write_table
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         found.append(results)
     if path := picture.draw(Path(args.out)):
         print(path)
+    print(write_table(Path(args.out)))
     print()
     for results in found:
         print(results.summary())
