@@ -65,6 +65,8 @@ def _ratios(axes: Any, bars: list[tuple[str, dict[str, Any]]]) -> None:
     axes.axvline(1, color="#444", linewidth=1)
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
     axes.invert_yaxis()
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}×")
     axes.margins(x=0.15)
     axes.set_xlabel("how well each bar is met (right of the line: it holds)")
     axes.spines[["top", "right"]].set_visible(False)
