@@ -296,6 +296,34 @@ def test_native_ragged_rows_are_the_same_as_eager():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_a_native_step_is_the_same_for_any_number_of_threads(dtype, parallel, rows):
+    """Wide enough that every thread has a part, which it may not read before the others wrote."""
+    config = PAPER_B.replace(hidden_size=256, num_heads=4, parallel_residual=parallel)
+    model = build(config.replace(intermediate_size=1024), dtype=dtype)
+    runner, ids, starts = compile_for(model), tokens(rows, 40), [3 * row + 1 for row in range(rows)]
+    found: dict[int, list[torch.Tensor]] = {}
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(1)
+            state = DecodeState.empty(model, rows)
+            extend(model, state, ids, starts)
+            torch.set_num_threads(threads)
+            found[threads] = [
+                step(model, state, ids[range(rows), [start + k for start in starts]], runner)
+                for k in range(20)
+            ]
+    finally:
+        torch.set_num_threads(before)
+    for one, two, three in zip(*found.values(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+@pytest.mark.slow
 def test_native_steps_outside_the_cache_are_refused():
     model = build(PAPER_B, dtype=torch.float32)
     runner = compile_for(model)

@@ -130,6 +130,9 @@ class Runner:
 
     capacity = 0  # tokens that a state should have room for from the start
 
+    def embed(self, model: SpiralFormer, ids: Tensor) -> Tensor:
+        return model.embed(ids)
+
     def stack(
         self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
     ) -> list[Tensor]:
@@ -155,12 +158,12 @@ class Runner:
         return model.topology.update(u, h, carrier, part.it.index)
 
     def join(
-        self, part: IterationState, scorer: nn.Module | None, h: Tensor, ended: list[int]
+        self, model: SpiralFormer, part: IterationState, h: Tensor, ended: list[int]
     ) -> Tensor:
         """One state of every row, h (B, 1, D), joins its unfinished chunk: a step of the online
         softmax, or of the sum where nothing is scored. Returns the latents of the rows whose
         chunk `ended`, which start anew."""
-        state = h[:, 0].to(part.total.dtype)
+        state, scorer = h[:, 0].to(part.total.dtype), scorer_of(model, part)
         if scorer is None:
             part.total = part.total + state
         else:
@@ -180,8 +183,29 @@ class Runner:
         _clear(part, rows)
         return z[:, None].to(h.dtype)
 
-    def allocate(self, upscale: Any, latents: Tensor) -> Tensor:
-        return upscale.allocation(latents)
+    def hold(
+        self, model: SpiralFormer, part: IterationState, plan: Plan, found: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The newest latents (rows, chunks, D) enter the ring. Returns them and how each is spread
+        over its chunk, for all rows."""
+        if part.it.chunk == 1:
+            allocation = found.new_ones((*found.shape[:2], 1))
+        else:
+            allocation = model.scalings[part.it.index].upscale.allocation(found)
+            allocation = allocation.expand(*found.shape[:2], -1)
+        if len(plan.rows) < len(plan.new):
+            found, allocation = (
+                x.new_zeros((len(plan.new), *x.shape[1:])).index_copy_(
+                    0, torch.tensor(plan.rows, device=x.device), x
+                )
+                for x in (found, allocation)
+            )
+        part.latents = _last(part.latents, found, plan.done)
+        part.allocations = _last(part.allocations, allocation, plan.done)
+        return found, allocation
+
+    def norm(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
+        return model.norm(hidden)
 
 
 EAGER = Runner()
@@ -200,7 +224,7 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = 
     _check(model, state, ids, new)
     starts = list(state.lengths)
     state.reserve(max(starts) + 1)
-    x = model.embed(ids)
+    x = runner.embed(model, ids)
     append = Append(state.pre, starts, new)
     v = runner.stack(model.pre, [x], [append])[0]
     h, carrier = runner.start(model, x, v)
@@ -224,7 +248,7 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = 
                 h, carrier = runner.fold(model, part, plan, bank, h, carrier)
     h = runner.stack(model.post, [h], [Append(state.post, starts, new)])[0]
     _advance(state, new)
-    return model.norm(h[:, 0])
+    return runner.norm(model, h[:, 0])
 
 
 def passes(state: DecodeState) -> list[list[IterationState]]:
@@ -253,10 +277,9 @@ def absorb(
         return h if len(plan.rows) == len(plan.new) else h[plan.rows]
     if part.recent.shape[1]:
         part.recent = _last(part.recent, h, plan.new)
-    scorer = model.scalings[it.index].downscale.scorer if part.peak.numel() else None
-    wide, device = part.total.dtype, h.device
     if h.shape[1] == 1 and all(plan.new):
-        return runner.join(part, scorer, h, plan.rows)
+        return runner.join(model, part, h, plan.rows)
+    scorer, wide, device = scorer_of(model, part), part.total.dtype, h.device
 
     # many tokens: lay each row out on its chunk grid, the first chunk going on from the state
     phase = torch.tensor([it.phase_of(start) for start in plan.starts], device=device)
@@ -300,6 +323,10 @@ def absorb(
     return z[plan.rows].to(h.dtype)
 
 
+def scorer_of(model: SpiralFormer, part: IterationState) -> nn.Module | None:
+    return model.scalings[part.it.index].downscale.scorer if part.peak.numel() else None
+
+
 def _clear(part: IterationState, rows: Tensor) -> None:
     """Starts a new chunk in the rows of the mask."""
     part.total = part.total.masked_fill(rows[:, None], 0)
@@ -334,39 +361,29 @@ def keep(
     before, then those just `found` (rows, chunks, D)."""
     if found is None:
         return kept(part, plan.held)
-    old, every = kept(part, plan.held), len(plan.rows) == len(plan.new)
     ends = [held + found.shape[1] for held in plan.held]
-    if part.it.chunk == 1:
-        if every and not part.latents.shape[1]:  # read at once, and nothing is kept
-            return Bank(found, part.allocations, ends)
-        allocation = found.new_ones((*found.shape[:2], 1))
-    else:
-        upscale = model.scalings[part.it.index].upscale
-        allocation = runner.allocate(upscale, found).expand(*found.shape[:2], -1)
-    if not every:
-        found, allocation = (
-            x.new_zeros((len(plan.new), *x.shape[1:])).index_copy_(
-                0, torch.tensor(plan.rows, device=x.device), x
-            )
-            for x in (found, allocation)
-        )
-    part.latents = _last(part.latents, found, plan.done)
-    part.allocations = _last(part.allocations, allocation, plan.done)
-    if every and max(plan.new) == 1:  # one token reads nothing that is older than what is kept
-        return kept(part, ends)
+    if not part.latents.shape[1] and len(plan.rows) == len(plan.new):  # read at once, none is kept
+        return Bank(found, part.allocations, ends)
+    if min(plan.new) == max(plan.new) == 1:  # one token reads nothing older than what is kept
+        runner.hold(model, part, plan, found)
+        return kept(part, [held + done for held, done in zip(plan.held, plan.done, strict=True)])
+    old = kept(part, plan.held)
+    found, allocation = runner.hold(model, part, plan, found)
     return Bank(
         torch.cat((old.latents, found), 1), torch.cat((old.allocations, allocation), 1), ends
     )
 
 
-def place(plan: Plan, bank: Bank) -> tuple[int, int] | None:
-    """Which latent of the bank the newest token reads, and as which place of its chunk, if all
-    rows stand at the same place; None where it reads nothing."""
-    token = plan.starts[0] - plan.it.shift
-    if token < 0:
-        return None
-    it = plan.it
-    return it.chunk_of(token) - bank.ends[0] + bank.latents.shape[1], it.phase_of(token)
+def places(plan: Plan, bank: Bank) -> tuple[list[int], list[int]]:
+    """Which latent of the bank each row's newest token reads, and as which place of its chunk;
+    a negative number where it reads nothing."""
+    it, width = plan.it, bank.latents.shape[1]
+    at, phase = [], []
+    for start, end in zip(plan.starts, bank.ends, strict=True):
+        token = start - it.shift
+        at.append(it.chunk_of(token) - end + width if token >= 0 else -1)
+        phase.append(it.phase_of(token) if token >= 0 else 0)
+    return at, phase
 
 
 def read(part: IterationState, plan: Plan, width: int, bank: Bank) -> Tensor:
@@ -375,10 +392,9 @@ def read(part: IterationState, plan: Plan, width: int, bank: Bank) -> Tensor:
     if it.chunk == 1 and it.shift == 0:
         return latents[:, latents.shape[1] - width :]
     if width == 1 and len(set(plan.starts)) == 1:
-        found = place(plan, bank)
-        if found is None:
+        (at, *_), (phase, *_) = places(plan, bank)
+        if at < 0:
             return latents.new_zeros((latents.shape[0], 1, part.latents.shape[2]))
-        at, phase = found
         return latents[:, at : at + 1] * allocations[:, at, phase, None, None]
     if not latents.shape[1]:
         return latents.new_zeros((len(plan.new), width, latents.shape[2]))
