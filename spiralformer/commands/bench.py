@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         default=3,
-        help="rounds, ten times as many for decode at batch 1; the best of each counts",
+        help="rounds, twice as many for train and ten times for decode at batch 1; the best of "
+        "each counts",
     )
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
