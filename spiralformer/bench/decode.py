@@ -42,7 +42,7 @@ def run(
     for dtype in dtypes:
         for shape, prompts in shapes.items():
             # the bars are of batch 1: many short rounds, since a quiet moment is enough
-            rounds = repeats * (10 if shape == "batch 1" else 1)
+            rounds = repeats * (20 if shape == "batch 1" else 1)
             speeds = measure(scale, dtype, prompts, tokens, rounds, compiled)
             show(results, scale, dtype, shape, speeds)
             if shape == "batch 1":

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         default=3,
-        help="rounds, twice as many for train and ten times for decode at batch 1; the best of "
-        "each counts",
+        help="rounds: 4 times as many for train, 3 for prefill, 20 for decode at batch 1; the "
+        "best of each counts",
     )
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
