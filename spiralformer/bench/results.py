@@ -10,6 +10,17 @@ from typing import Any
 
 import torch
 
+from spiralformer.bench.peers import PEER
+
+TITLES = {
+    PEER: "Hugging Face GPT-NeoX",
+    "baseline": "our baseline",
+    "looped": "LoopedFormer",
+    "spiral-b": "SpiralFormer-B",
+    "spiral-b parallel": "SpiralFormer-B, parallel",
+    "spiral-l": "SpiralFormer-L",
+}
+
 
 @dataclass
 class Bar:
@@ -68,10 +79,11 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_table(folder: Path) -> Path:
-    """All bars of a folder as one table."""
-    lines = ["| benchmark | bar | measured | wanted | |", "|---|---|---|---|---|"]
-    for name, found in read(folder).items():
-        for bar in found["bars"]:
+    """Speeds and all bars of a folder as two tables."""
+    found = read(folder)
+    lines = [*speeds(found), "", "| benchmark | bar | measured | wanted | |", "|---|---|---|---|---|"]
+    for name, one in found.items():
+        for bar in one["bars"]:
             sign = "≥" if bar["at_least"] else "≤"
             verdict = "holds" if bar["holds"] else "**does not hold**"
             cells = (name, bar["name"], f"{bar['figure']:.3f}", f"{sign} {bar['limit']}", verdict)
@@ -79,6 +91,34 @@ def write_table(folder: Path) -> Path:
     path = folder / "table.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def speeds(found: dict[str, dict[str, Any]]) -> list[str]:
+    """A Markdown table of speeds, each as a ratio to the peer's in the same run: the README's."""
+    columns: dict[str, dict[str, float]] = {}
+    for dtype in ("float32", "bfloat16"):
+        rates: dict[str, float] = {}
+        for m in found.get("decode", {}).get("measurements", ()):
+            if m["dtype"] == dtype and m["shape"] == "batch 1":
+                case = m["case"].split(",")[0]  # the better of eager and compiled
+                rates[case] = max(rates.get(case, 0), m["tokens_per_second"])
+        columns[f"decoding, {dtype}"] = rates
+    for kind, name in (("train", "training step, float32"), ("prefill", "prompt, float32")):
+        columns[name] = {
+            m["case"]: 1 / m["seconds"]
+            for m in found.get(kind, {}).get("measurements", ())
+            if m.get("precision", m.get("dtype")) == "float32"
+        }
+    columns = {name: rates for name, rates in columns.items() if PEER in rates}
+    cases = dict.fromkeys(case for rates in columns.values() for case in rates)
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for case in sorted(cases, key=list(TITLES).index):
+        ratios = [
+            f"{rates[case] / rates[PEER]:.2f}×" if case in rates else ""
+            for rates in columns.values()
+        ]
+        lines.append(f"| {TITLES[case]} | {' | '.join(ratios)} |")
+    return lines
 
 
 def machine() -> dict[str, Any]:
