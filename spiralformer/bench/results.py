@@ -81,7 +81,12 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 def write_table(folder: Path) -> Path:
     """Speeds and all bars of a folder as two tables."""
     found = read(folder)
-    lines = [*speeds(found), "", "| benchmark | bar | measured | wanted | |", "|---|---|---|---|---|"]
+    lines = [
+        *speeds(found),
+        "",
+        "| benchmark | bar | measured | wanted | |",
+        "|---|---|---|---|---|",
+    ]
     for name, one in found.items():
         for bar in one["bars"]:
             sign = "≥" if bar["at_least"] else "≤"
