@@ -15,7 +15,7 @@ typedef uint32_t words __attribute__((vector_size(32)));
 typedef uint16_t halves __attribute__((vector_size(16)));
 
 static const int64_t AHEAD = 32768;  // bytes that are asked for before they are needed
-static const int64_t NEAR = 512;  // bfloat16 weights of one stream: the same, but of its own memory
+static const int64_t NEAR = 512;  // weights asked for ahead where one output is read at a time
 
 // ---------------------------------------------------------------------------- vectors
 
@@ -420,7 +420,7 @@ at::Tensor stack(
     float* up = found + P * D;
     together(layers[0].up.N * D, [&](const Team& team) {
       std::vector<float> normed(P * D), mine(P * std::max(D, wide));
-      auto product_of = [&](const float* from, int64_t width) {
+      auto arranged = [&](const float* from, int64_t width) {
         return arrange<T>(from, P, width, mine.data());
       };
       for (size_t i = 0; i < layers.size(); i++) {
@@ -428,25 +428,25 @@ at::Tensor stack(
         const Linear<T> after = i + 1 < layers.size() ? layers[i + 1].qkv : Linear<T>();
         auto mlp_up = [&](const Linear<T>& next) {
           layer.mlp_norm(h, normed.data(), P, D);
-          product<T>(product_of(normed.data(), D), P, layer.up, up, false, next, team);
+          product<T>(arranged(normed.data(), D), P, layer.up, up, false, next, team);
           const auto [from, to] = team.share(wide);
           for (int64_t p = 0; p < P; p++) gelu(up + p * wide + from, to - from);
         };
         layer.attention_norm(h, normed.data(), P, D);
         const Linear<T>& second = parallel ? layer.up : layer.out;
-        product<T>(product_of(normed.data(), D), P, layer.qkv, qkv, false, second, team);
+        product<T>(arranged(normed.data(), D), P, layer.qkv, qkv, false, second, team);
         if (parallel) mlp_up(layer.out);
         team.wait();
         attend<T>(qkv, rope, where, i, H, K, found, team);
         team.wait();
         const Linear<T>& third = parallel ? layer.down : layer.up;
-        product<T>(product_of(found, D), P, layer.out, h, true, third, team);
+        product<T>(arranged(found, D), P, layer.out, h, true, third, team);
         if (!parallel) {
           team.wait();
           mlp_up(layer.down);
           team.wait();
         }
-        product<T>(product_of(up, wide), P, layer.down, h, true, after, team);
+        product<T>(arranged(up, wide), P, layer.down, h, true, after, team);
         team.wait();
       }
     });
