@@ -12,7 +12,6 @@ from spiralformer import SpiralConfig
 from spiralformer.accounting import batches_at, fixed_bytes, kv_bytes
 from spiralformer.decode import DecodeState, StateError, extend, generate, native, prefill, step
 from spiralformer.decode.compiled import compile_for
-from spiralformer.decode.state import Append
 from tests.strategies import VOCAB, build, configs, tokens
 
 SMALL = {"hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB, "max_length": 128}
@@ -328,9 +327,11 @@ def test_native_steps_outside_the_cache_are_refused():
     model = build(PAPER_B, dtype=torch.float32)
     runner = compile_for(model)
     state = DecodeState.empty(model, 1, capacity=4)
-    short = Append(state.pre, [4], [1])
+    extend(model, state, tokens(1, 4))
     with pytest.raises(RuntimeError, match="entry 4 of row 0 is outside its cache"):
-        runner.stack(model.pre, [torch.zeros(1, 1, model.config.hidden_size)], [short])
+        runner.token(model, state, tokens(1))  # without having reserved a place
+    with pytest.raises(IndexError, match="token 99999 is outside 0…"):
+        step(model, state, torch.tensor([99999]), runner)
 
 
 def test_the_native_step_says_why_it_cannot():

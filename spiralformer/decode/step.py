@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -126,12 +126,38 @@ def extend(
 
 
 class Runner:
-    """How the weights are run in a step: eagerly here, compiled in `decode.compiled`."""
+    """How a step is run: eagerly here, its stacks compiled in `compiled`, in C++ in `native`."""
 
     capacity = 0  # tokens that a state should have room for from the start
 
-    def embed(self, model: SpiralFormer, ids: Tensor) -> Tensor:
-        return model.embed(ids)
+    def token(self, model: SpiralFormer, state: DecodeState, ids: Tensor) -> Tensor:
+        """The output states (B, D) of one new token of every row, ids (B)."""
+        starts, new = state.lengths, [1] * state.batch
+        x = model.embed(ids[:, None])
+        v = self.stack(model.pre, [x], [Append(state.pre, starts, new)])[0]
+        h, carrier = model.topology.start(x, v)
+        for group in passes(state):
+            plans = [Plan(part.it, starts, new) for part in group]
+            due: list[tuple[IterationState, Plan, Tensor]] = []
+            for part, plan in zip(group, plans, strict=True):
+                z = absorb(model, part, plan, h)
+                if plan.rows:
+                    due.append((part, plan, z))
+                if part.it.lags:
+                    u = read(part, plan, 1, kept(part, plan.held))
+                    h, carrier = model.topology.update(u, h, carrier, part.it.index)
+            results = {}
+            if due:
+                core = model.core(group[0].it.index)
+                outputs = self.stack(core, [z for *_, z in due], [p.append(s) for s, p, _ in due])
+                results = {p.it.index: out for (_, p, _), out in zip(due, outputs, strict=True)}
+            for part, plan in zip(group, plans, strict=True):
+                bank = keep(model, part, plan, results.get(part.it.index))
+                if not part.it.lags:
+                    u = read(part, plan, 1, bank)
+                    h, carrier = model.topology.update(u, h, carrier, part.it.index)
+        h = self.stack(model.post, [h], [Append(state.post, starts, new)])[0]
+        return model.norm(h[:, 0])
 
     def stack(
         self, stack: Stack, inputs: Sequence[Tensor], appends: Sequence[Append]
@@ -140,72 +166,6 @@ class Runner:
 
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
         return model.head(hidden)
-
-    def start(self, model: SpiralFormer, x: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        return model.topology.start(x, v)
-
-    def fold(
-        self,
-        model: SpiralFormer,
-        part: IterationState,
-        plan: Plan,
-        bank: Bank,
-        h: Tensor,
-        carrier: Any,
-    ) -> tuple[Tensor, Any]:
-        """The update of an iteration for the newest token enters the state."""
-        u = read(part, plan, 1, bank)
-        return model.topology.update(u, h, carrier, part.it.index)
-
-    def join(
-        self, model: SpiralFormer, part: IterationState, h: Tensor, ended: list[int]
-    ) -> Tensor:
-        """One state of every row, h (B, 1, D), joins its unfinished chunk: a step of the online
-        softmax, or of the sum where nothing is scored. Returns the latents of the rows whose
-        chunk `ended`, which start anew."""
-        state, scorer = h[:, 0].to(part.total.dtype), scorer_of(model, part)
-        if scorer is None:
-            part.total = part.total + state
-        else:
-            score = scorer(h)[:, 0, 0].to(part.total.dtype)
-            peak = torch.maximum(part.peak, score)
-            fade, share = torch.exp(part.peak - peak), torch.exp(score - peak)
-            part.peak, part.weight = peak, part.weight * fade + share
-            part.total = part.total * fade[:, None] + share[:, None] * state
-        if not ended:
-            return h[:0]
-        z = part.total / (part.it.chunk if scorer is None else part.weight[:, None])
-        if len(ended) == h.shape[0]:
-            rows = torch.ones(h.shape[0], dtype=torch.bool, device=h.device)
-        else:
-            rows = torch.tensor([row in ended for row in range(h.shape[0])], device=h.device)
-            z = z[torch.tensor(ended, device=h.device)]
-        _clear(part, rows)
-        return z[:, None].to(h.dtype)
-
-    def hold(
-        self, model: SpiralFormer, part: IterationState, plan: Plan, found: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The newest latents (rows, chunks, D) enter the ring. Returns them and how each is spread
-        over its chunk, for all rows."""
-        if part.it.chunk == 1:
-            allocation = found.new_ones((*found.shape[:2], 1))
-        else:
-            allocation = model.scalings[part.it.index].upscale.allocation(found)
-            allocation = allocation.expand(*found.shape[:2], -1)
-        if len(plan.rows) < len(plan.new):
-            found, allocation = (
-                x.new_zeros((len(plan.new), *x.shape[1:])).index_copy_(
-                    0, torch.tensor(plan.rows, device=x.device), x
-                )
-                for x in (found, allocation)
-            )
-        part.latents = _last(part.latents, found, plan.done)
-        part.allocations = _last(part.allocations, allocation, plan.done)
-        return found, allocation
-
-    def norm(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
-        return model.norm(hidden)
 
 
 EAGER = Runner()
@@ -219,36 +179,12 @@ def step(model: SpiralFormer, state: DecodeState, ids: Tensor, runner: Runner = 
     later one at this token waits for its pass, so all passes that are due go through the shared
     core as one batch: the weights are read once per token.
     """
-    ids = ids[:, None]
     new = [1] * ids.shape[0]
-    _check(model, state, ids, new)
-    starts = list(state.lengths)
-    state.reserve(max(starts) + 1)
-    x = runner.embed(model, ids)
-    append = Append(state.pre, starts, new)
-    v = runner.stack(model.pre, [x], [append])[0]
-    h, carrier = runner.start(model, x, v)
-    for group in passes(state):
-        plans = [Plan(part.it, starts, new) for part in group]
-        due: list[tuple[IterationState, Plan, Tensor]] = []
-        for part, plan in zip(group, plans, strict=True):
-            z = absorb(model, part, plan, h, runner)
-            if plan.rows:
-                due.append((part, plan, z))
-            if part.it.lags:
-                h, carrier = runner.fold(model, part, plan, kept(part, plan.held), h, carrier)
-        results = {}
-        if due:
-            core = model.core(group[0].it.index)
-            outputs = runner.stack(core, [z for *_, z in due], [p.append(s) for s, p, _ in due])
-            results = {p.it.index: out for (_, p, _), out in zip(due, outputs, strict=True)}
-        for part, plan in zip(group, plans, strict=True):
-            bank = keep(model, part, plan, results.get(part.it.index), runner)
-            if not part.it.lags:
-                h, carrier = runner.fold(model, part, plan, bank, h, carrier)
-    h = runner.stack(model.post, [h], [Append(state.post, starts, new)])[0]
+    _check(model, state, ids[:, None], new)
+    state.reserve(max(state.lengths) + 1)
+    hidden = runner.token(model, state, ids)
     _advance(state, new)
-    return runner.norm(model, h[:, 0])
+    return hidden
 
 
 def passes(state: DecodeState) -> list[list[IterationState]]:
@@ -265,9 +201,7 @@ def passes(state: DecodeState) -> list[list[IterationState]]:
 # ---------------------------------------------------------------------------- down-scaling
 
 
-def absorb(
-    model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor, runner: Runner = EAGER
-) -> Tensor:
+def absorb(model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor) -> Tensor:
     """Takes the new states h (B, M, D) into the unfinished chunks.
 
     Returns the latents of the chunks that complete, for the rows where any does: (rows, chunks, D).
@@ -278,7 +212,7 @@ def absorb(
     if part.recent.shape[1]:
         part.recent = _last(part.recent, h, plan.new)
     if h.shape[1] == 1 and all(plan.new):
-        return runner.join(model, part, h, plan.rows)
+        return join(model, part, h, plan.rows)
     scorer, wide, device = scorer_of(model, part), part.total.dtype, h.device
 
     # many tokens: lay each row out on its chunk grid, the first chunk going on from the state
@@ -323,6 +257,31 @@ def absorb(
     return z[plan.rows].to(h.dtype)
 
 
+def join(model: SpiralFormer, part: IterationState, h: Tensor, ended: list[int]) -> Tensor:
+    """One state of every row, h (B, 1, D), joins its unfinished chunk: a step of the online
+    softmax, or of the sum where nothing is scored. Returns the latents of the rows whose chunk
+    `ended`, which start anew."""
+    state, scorer = h[:, 0].to(part.total.dtype), scorer_of(model, part)
+    if scorer is None:
+        part.total = part.total + state
+    else:
+        score = scorer(h)[:, 0, 0].to(part.total.dtype)
+        peak = torch.maximum(part.peak, score)
+        fade, share = torch.exp(part.peak - peak), torch.exp(score - peak)
+        part.peak, part.weight = peak, part.weight * fade + share
+        part.total = part.total * fade[:, None] + share[:, None] * state
+    if not ended:
+        return h[:0]
+    z = part.total / (part.it.chunk if scorer is None else part.weight[:, None])
+    if len(ended) == h.shape[0]:
+        rows = torch.ones(h.shape[0], dtype=torch.bool, device=h.device)
+    else:
+        rows = torch.tensor([row in ended for row in range(h.shape[0])], device=h.device)
+        z = z[torch.tensor(ended, device=h.device)]
+    _clear(part, rows)
+    return z[:, None].to(h.dtype)
+
+
 def scorer_of(model: SpiralFormer, part: IterationState) -> nn.Module | None:
     return model.scalings[part.it.index].downscale.scorer if part.peak.numel() else None
 
@@ -350,13 +309,7 @@ def kept(part: IterationState, ends: list[int]) -> Bank:
     return Bank(part.latents, part.allocations, ends)
 
 
-def keep(
-    model: SpiralFormer,
-    part: IterationState,
-    plan: Plan,
-    found: Tensor | None,
-    runner: Runner = EAGER,
-) -> Bank:
+def keep(model: SpiralFormer, part: IterationState, plan: Plan, found: Tensor | None) -> Bank:
     """Keeps the newest latents. Returns the bank of all that the new tokens may read: those kept
     before, then those just `found` (rows, chunks, D)."""
     if found is None:
@@ -365,25 +318,35 @@ def keep(
     if not part.latents.shape[1] and len(plan.rows) == len(plan.new):  # read at once, none is kept
         return Bank(found, part.allocations, ends)
     if min(plan.new) == max(plan.new) == 1:  # one token reads nothing older than what is kept
-        runner.hold(model, part, plan, found)
+        hold(model, part, plan, found)
         return kept(part, [held + done for held, done in zip(plan.held, plan.done, strict=True)])
     old = kept(part, plan.held)
-    found, allocation = runner.hold(model, part, plan, found)
+    found, allocation = hold(model, part, plan, found)
     return Bank(
         torch.cat((old.latents, found), 1), torch.cat((old.allocations, allocation), 1), ends
     )
 
 
-def places(plan: Plan, bank: Bank) -> tuple[list[int], list[int]]:
-    """Which latent of the bank each row's newest token reads, and as which place of its chunk;
-    a negative number where it reads nothing."""
-    it, width = plan.it, bank.latents.shape[1]
-    at, phase = [], []
-    for start, end in zip(plan.starts, bank.ends, strict=True):
-        token = start - it.shift
-        at.append(it.chunk_of(token) - end + width if token >= 0 else -1)
-        phase.append(it.phase_of(token) if token >= 0 else 0)
-    return at, phase
+def hold(
+    model: SpiralFormer, part: IterationState, plan: Plan, found: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The newest latents (rows, chunks, D) enter the ring. Returns them and how each is spread
+    over its chunk, for all rows."""
+    if part.it.chunk == 1:
+        allocation = found.new_ones((*found.shape[:2], 1))
+    else:
+        allocation = model.scalings[part.it.index].upscale.allocation(found)
+        allocation = allocation.expand(*found.shape[:2], -1)
+    if len(plan.rows) < len(plan.new):
+        found, allocation = (
+            x.new_zeros((len(plan.new), *x.shape[1:])).index_copy_(
+                0, torch.tensor(plan.rows, device=x.device), x
+            )
+            for x in (found, allocation)
+        )
+    part.latents = _last(part.latents, found, plan.done)
+    part.allocations = _last(part.allocations, allocation, plan.done)
+    return found, allocation
 
 
 def read(part: IterationState, plan: Plan, width: int, bank: Bank) -> Tensor:
@@ -392,10 +355,11 @@ def read(part: IterationState, plan: Plan, width: int, bank: Bank) -> Tensor:
     if it.chunk == 1 and it.shift == 0:
         return latents[:, latents.shape[1] - width :]
     if width == 1 and len(set(plan.starts)) == 1:
-        (at, *_), (phase, *_) = places(plan, bank)
-        if at < 0:
-            return latents.new_zeros((latents.shape[0], 1, part.latents.shape[2]))
-        return latents[:, at : at + 1] * allocations[:, at, phase, None, None]
+        token = plan.starts[0] - it.shift
+        at = it.chunk_of(token) - ends[0] + latents.shape[1]
+        if token < 0 or at < 0:
+            return latents.new_zeros((latents.shape[0], 1, latents.shape[2]))
+        return latents[:, at : at + 1] * allocations[:, at, it.phase_of(token), None, None]
     if not latents.shape[1]:
         return latents.new_zeros((len(plan.new), width, latents.shape[2]))
     device = latents.device
