@@ -46,7 +46,7 @@ def run(scale: str, length: int, dtypes: tuple[str, ...], repeats: int) -> Resul
     configs[PEER] = configs["baseline"]
     for dtype in dtypes:
         cases = {name: make_case(name, configs[name], dtype, length) for name in (PEER, *NAMES)}
-        best = interleave(cases, 3 * repeats, dtype)
+        best = interleave(cases, 4 * repeats, dtype)
         del cases
         base, rows = best["baseline"], []
         for name, seconds in best.items():

@@ -25,6 +25,7 @@ from spiralformer.decode.state import (
 )
 from spiralformer.model import SpiralFormer
 from spiralformer.model.layers import Stack, pick
+from spiralformer.model.precision import widening_once
 
 
 @dataclass
@@ -112,14 +113,15 @@ def extend(
     else:
         v = run(model.pre, state.pre, x)
     h, carrier = model.topology.start(x, v)
-    for part in state.loop:
-        plan = Plan(part.it, starts, new)
-        z = absorb(model, part, plan, h)
-        found = None
-        if plan.rows:
-            found = run_stack(model.core(part.it.index), [z], [plan.append(part)])[0]
-        u = read(part, plan, ids.shape[1], keep(model, part, plan, found))
-        h, carrier = model.topology.update(u, h, carrier, part.it.index)
+    with widening_once():
+        for part in state.loop:
+            plan = Plan(part.it, starts, new)
+            z = absorb(model, part, plan, h)
+            found = None
+            if plan.rows:
+                found = run_stack(model.core(part.it.index), [z], [plan.append(part)])[0]
+            u = read(part, plan, ids.shape[1], keep(model, part, plan, found))
+            h, carrier = model.topology.update(u, h, carrier, part.it.index)
     h = run(model.post, state.post, h, at)
     _advance(state, new)
     return F.pad(model.norm(h), (0, 0, 0, padding))

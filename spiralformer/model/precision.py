@@ -8,6 +8,10 @@ float32 weights are used as they are, so nothing is cast again for each iteratio
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,11 +59,34 @@ class _WideLinear(torch.autograd.Function):
         )
 
 
+_kept: contextvars.ContextVar[dict[nn.Module, tuple[Tensor, Tensor | None]] | None]
+_kept = contextvars.ContextVar("kept", default=None)
+
+
+@contextlib.contextmanager
+def widening_once() -> Iterator[None]:
+    """Inside, and without gradients, a layer that is used several times is widened once."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 class Linear(nn.Linear):
     """A linear layer that widens bfloat16 where a CPU cannot multiply it."""
 
     def forward(self, x: Tensor) -> Tensor:
         if should_widen(x) and x.numel() > FEW_ROWS * x.shape[-1]:
             with torch.autocast("cpu", enabled=False):
-                return _WideLinear.apply(x.to(torch.bfloat16), self.weight, self.bias)
+                return _WideLinear.apply(x.to(torch.bfloat16), *self.wide())
         return F.linear(x, self.weight, self.bias)
+
+    def wide(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, widened if it pays to do it here."""
+        kept = None if torch.compiler.is_compiling() else _kept.get()
+        if kept is None or torch.is_grad_enabled():
+            return self.weight, self.bias
+        if self not in kept:
+            kept[self] = self.weight.float(), None if self.bias is None else self.bias.float()
+        return kept[self]
