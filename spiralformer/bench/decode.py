@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from spiralformer.accounting import weights_read_per_token
 from spiralformer.bench.limits import read_rates
 from spiralformer.bench.peers import PEER, build, family, hugging_face
 from spiralformer.bench.results import Bar, Results
-from spiralformer.bench.timing import interleave, table
+from spiralformer.bench.timing import Laps, interleave, table
 from spiralformer.decode.compiled import compile_for
 from spiralformer.decode.generate import stream
 from spiralformer.decode.step import EAGER, Runner
@@ -42,7 +41,7 @@ def run(
     for dtype in dtypes:
         for shape, prompts in shapes.items():
             # the bars are of batch 1: many short rounds, since a quiet moment is enough
-            rounds = repeats * (20 if shape == "batch 1" else 1)
+            rounds = repeats * (10 if shape == "batch 1" else 1)
             speeds = measure(scale, dtype, prompts, tokens, rounds, compiled)
             show(results, scale, dtype, shape, speeds)
             if shape == "batch 1":
@@ -61,8 +60,7 @@ def measure(
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
 
-    def decode_peer() -> float:
-        watch = Watch()
+    def decode_peer(watch: Watch) -> float:
         peer.generate(
             ids,
             attention_mask=mask,
@@ -71,41 +69,34 @@ def measure(
             pad_token_id=0,
             streamer=watch,
         )
-        return watch.seconds()
+        return watch.total()
 
-    def decode(model: SpiralFormer, runner: Runner) -> float:
-        watch = Watch()
+    def decode(model: SpiralFormer, runner: Runner, watch: Watch) -> float:
         for row, _ in stream(model, prompts, max_new_tokens=tokens + 1, runner=runner):
             if row == len(prompts) - 1:
-                watch.put(None)
-        return watch.seconds()
+                watch.mark()
+        return watch.total()
 
-    cases[PEER] = decode_peer
+    cases[PEER] = partial(decode_peer, Watch())
     for name in NAMES:
         model = build(configs[name], DTYPES[dtype]).eval()
-        cases[f"{name}, eager"] = partial(decode, model, EAGER)
+        cases[f"{name}, eager"] = partial(decode, model, EAGER, Watch())
         if compiled:
             runner = compile_for(model, batch=len(prompts), capacity=longest + 256)
-            cases[f"{name}, compiled"] = partial(decode, model, runner)
+            cases[f"{name}, compiled"] = partial(decode, model, runner, Watch())
     best = interleave(cases, repeats, dtype)
     return {name: len(prompts) * tokens / seconds for name, seconds in best.items()}
 
 
-class Watch:
-    """Called with every new token of a batch: the time from the first one to the last."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
+class Watch(Laps):
+    """A lap from each new token of a batch to the next; a streamer for Hugging Face's generate."""
 
     def put(self, value: Any) -> None:
-        if value is None or value.dim() == 1:  # not the prompts, which generate puts first
-            self.times.append(time.perf_counter())
+        if value.dim() == 1:  # not the prompts, which generate puts first
+            self.mark()
 
     def end(self) -> None:
         pass
-
-    def seconds(self) -> float:
-        return self.times[-1] - self.times[0]
 
 
 def show(results: Results, scale: str, dtype: str, shape: str, speeds: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ from spiralformer.model import SpiralFormer
 from spiralformer.presets import preset
 
 PEER = "hugging face"
+BLOCKS = ("Block", "GPTNeoXLayer")
 
 
 def family(scale: str) -> dict[str, SpiralConfig]:
@@ -40,3 +41,8 @@ def hugging_face(config: SpiralConfig, dtype: torch.dtype, seed: int = 0) -> nn.
     shape = GPTNeoXConfig(**fields, bos_token_id=None, eos_token_id=None)
     model: nn.Module = GPTNeoXForCausalLM(shape)
     return model.to(dtype)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The Transformer blocks of a model, ours or theirs."""
+    return [module for module in model.modules() if type(module).__name__ in BLOCKS]

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from spiralformer.accounting import forward_flops
-from spiralformer.bench.peers import PEER, build, family, hugging_face
+from spiralformer.bench.peers import PEER, build, family, hugging_face, layers
 from spiralformer.bench.results import Bar, Results
-from spiralformer.bench.timing import interleave, table
+from spiralformer.bench.timing import Laps, interleave, table
 from spiralformer.config import SpiralConfig
 from spiralformer.decode import prefill
 
 NAMES = ("baseline", "looped", "spiral-b", "spiral-l")
 
 
-def make_case(name: str, config: SpiralConfig, dtype: str, length: int) -> Callable[[], Any]:
+def make_case(name: str, config: SpiralConfig, dtype: str, length: int) -> Callable[[], float]:
     """Reads a prompt; the next token's logits are wanted, and the caches."""
     config = config.replace(max_length=max(length, config.max_length))
     ids = torch.randint(0, config.vocab_size, (1, length))
     if name == PEER:
         peer: Any = hugging_face(config, getattr(torch, dtype)).eval()
-        return lambda: peer(ids, use_cache=True, logits_to_keep=1)
+        read = lambda: peer(ids, use_cache=True, logits_to_keep=1)
+        return partial(Laps(layers(peer)).time, read)
     model = build(config, getattr(torch, dtype)).eval()
 
     def case() -> None:
         out, _ = prefill(model, ids, last=True)
         model.head(out[:, 0])
 
-    return case
+    return partial(Laps(layers(model)).time, case)
 
 
 def prefill_flops(config: SpiralConfig, length: int) -> float:
@@ -46,7 +48,7 @@ def run(scale: str, length: int, dtypes: tuple[str, ...], repeats: int) -> Resul
     configs[PEER] = configs["baseline"]
     for dtype in dtypes:
         cases = {name: make_case(name, configs[name], dtype, length) for name in (PEER, *NAMES)}
-        best = interleave(cases, 4 * repeats, dtype)
+        best = interleave(cases, 2 * repeats, dtype)
         del cases
         base, rows = best["baseline"], []
         for name, seconds in best.items():

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
 from spiralformer.accounting import training_flops_per_token
 from spiralformer.bench.limits import gemm_peak
-from spiralformer.bench.peers import PEER, build, family, hugging_face
+from spiralformer.bench.peers import PEER, build, family, hugging_face, layers
 from spiralformer.bench.results import Bar, Results
-from spiralformer.bench.timing import interleave, table
+from spiralformer.bench.timing import Laps, interleave, table
 from spiralformer.config import SpiralConfig
 
 NAMES = ("baseline", "looped", "spiral-b", "spiral-l")
 
 
 def make_step(name: str, scale: str, length: int, precision: str) -> Callable[[], float]:
-    """Forward, backward and AdamW on one sequence; float32 weights, autocast if bfloat16.
-
-    The step says how long it takes: the sum of the best that each of its three phases has reached,
-    since a shared machine is hardly ever quiet for as long as a whole step takes.
-    """
+    """Forward, backward and AdamW on one sequence; float32 weights, autocast if bfloat16."""
     configs = family(scale)
     ids = torch.randint(0, configs["baseline"].vocab_size, (1, length + 1))
     model: nn.Module
@@ -38,28 +32,18 @@ def make_step(name: str, scale: str, length: int, precision: str) -> Callable[[]
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def forward() -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-            return loss()
+    laps = Laps(layers(model))
 
-    def update() -> None:
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            found = loss()
+        laps.mark()
+        found.backward()
+        laps.mark()
         optimizer.step()
         optimizer.zero_grad()
 
-    best: dict[str, float] = {}
-
-    def timed(phase: str, function: Callable[[], Any]) -> Any:
-        begun = time.perf_counter()
-        found = function()
-        best[phase] = min(best.get(phase, math.inf), time.perf_counter() - begun)
-        return found
-
-    def step() -> float:
-        timed("backward", timed("forward", forward).backward)
-        timed("update", update)
-        return sum(best.values())
-
-    return step
+    return partial(laps.time, step)
 
 
 def run(
@@ -76,7 +60,7 @@ def run(
     for precision in precisions:
         peak = gemm_peak(precision, configs["baseline"], length)
         steps = {name: make_step(name, scale, length, precision) for name in (PEER, *NAMES)}
-        best = interleave(steps, 4 * repeats, precision)
+        best = interleave(steps, 2 * repeats, precision)
         del steps
         rows = []
         for name, seconds in best.items():

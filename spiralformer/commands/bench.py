@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         default=3,
-        help="rounds: 4 times as many for train and prefill, 20 for decode at batch 1; the "
+        help="rounds: twice as many for train and prefill, 10 for decode at batch 1; the "
         "best of each counts",
     )
     parser.add_argument(
