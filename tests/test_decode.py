@@ -284,6 +284,25 @@ def test_native_steps_of_ragged_rows_give_the_forward_pass(config, starts, dtype
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shift", ["overlap", "parallel"])
+def test_native_steps_can_be_taken_back(shift):
+    model = build(PAPER_B.replace(shift=shift), dtype=torch.float32)
+    runner, ids = compile_for(model), tokens(2, 40)
+    state = DecodeState.empty(model, 2, history=12)
+    extend(model, state, ids[:, :9], [9, 6])
+    for k in range(11):
+        step(model, state, ids[:, 9 + k], runner)
+    state.truncate(model, [12, 8])
+    whole = DecodeState.empty(model, 2)
+    extend(model, whole, torch.cat((ids[:1, :12], ids[:1, :12])), [12, 0])
+    extend(model, whole, torch.stack((ids[1], ids[1]))[:, :6], [0, 6])
+    extend(model, whole, ids[:, 9:11], [0, 2])
+    for k in range(20, 30):
+        found = step(model, state, ids[:, k], runner)
+        torch.testing.assert_close(found, step(model, whole, ids[:, k]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_native_ragged_rows_are_the_same_as_eager():
     model = build(PAPER_B, dtype=torch.float32)
     prompts = [tokens(n).tolist() for n in (3, 8, 10)]
@@ -337,6 +356,8 @@ def test_native_steps_outside_the_cache_are_refused():
 def test_the_native_step_says_why_it_cannot():
     assert native.why_not(nn.Linear(2, 2).double()) == "the weights are float64"
     assert native.why_not(nn.Linear(2, 2, device="meta")) == "the weights are on meta"
+    several = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    assert native.why_not(several) == "the weights are of several types"
 
 
 @pytest.mark.slow

@@ -225,6 +225,23 @@ def test_widened_linears_are_linears_of_bfloat16(autocast, monkeypatch):
         torch.testing.assert_close(got.double(), want, rtol=ulp, atol=1e-4)
 
 
+def test_a_layer_is_widened_once_where_it_may_be(monkeypatch):
+    """The kept copy is used, gives the same product, and is forgotten outside."""
+    monkeypatch.setattr(precision, "CPU_HAS_BFLOAT16", False)
+    torch.manual_seed(0)
+    linear, x = precision.Linear(48, 40).bfloat16(), torch.randn(3, 11, 48).bfloat16()
+    with torch.no_grad():
+        plain = linear(x)
+        with precision.widening_once():
+            assert torch.equal(linear(x), plain)
+            linear.weight.zero_()
+            assert torch.equal(linear(x), plain)
+        assert not torch.equal(linear(x), plain)
+    with precision.widening_once():
+        linear(x).sum().backward()
+    assert linear.weight.grad.dtype == torch.bfloat16
+
+
 def test_bfloat16_without_its_units_is_near_float32(monkeypatch):
     monkeypatch.setattr(precision, "CPU_HAS_BFLOAT16", False)
     config = SpiralConfig(
