@@ -349,6 +349,7 @@ def test_native_steps_outside_the_cache_are_refused():
     extend(model, state, tokens(1, 4))
     with pytest.raises(RuntimeError, match="entry 4 of row 0 is outside its cache"):
         runner.token(model, state, tokens(1))  # without having reserved a place
+    step(model, state, tokens(1).int(), runner)
     with pytest.raises(IndexError, match="token 99999 is outside 0…"):
         step(model, state, torch.tensor([99999]), runner)
 

@@ -600,7 +600,8 @@ struct Decoder : torch::CustomClassHolder {
         ids.numel() == int64_t(lengths.size()) && keys.size() == geometry.size() / 4 + 2 &&
             values.size() == keys.size() && parts.size() == geometry.size() / 4 * 6,
         "spiralformer: a state of another model");
-    return BY_TYPE(embedding, [&] { return run<T>(ids.contiguous(), keys, values, parts, lengths); });
+    const at::Tensor tokens = ids.to(at::kLong).contiguous();
+    return BY_TYPE(embedding, [&] { return run<T>(tokens, keys, values, parts, lengths); });
   }
 
   template <typename T>
