@@ -31,7 +31,6 @@ def make_step(name: str, scale: str, length: int, precision: str) -> Callable[[]
         loss = lambda: model(ids[:, :-1], ids[:, 1:])
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
     laps = Laps(layers(model))
 
     def step() -> None:

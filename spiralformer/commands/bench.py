@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         help="rounds: twice as many for train and prefill, 10 for decode at batch 1; the "
-        "best of each counts",
+        "best of each layer and token counts",
     )
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]

@@ -458,7 +458,7 @@ struct Part {
         R(t[i + 5].size(1)) {}
 };
 
-// The last of `count` entries of n numbers makes place for x.
+// The oldest of `count` entries of n numbers leaves; returns the place of the newest.
 template <typename T>
 static T* push(T* entries, int64_t count, int64_t n) {
   std::copy(entries + n, entries + count * n, entries);
