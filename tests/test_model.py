@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from spiralformer import SpiralConfig, SpiralFormer, reference
 from spiralformer.config import allow_shifts_that_leak_the_future
-from spiralformer.model import precision
+from spiralformer.model import layers, precision
 from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
 from tests.strategies import VOCAB, build, configs, tokens
 
@@ -232,14 +233,65 @@ def test_a_layer_is_widened_once_where_it_may_be(monkeypatch):
     linear, x = precision.Linear(48, 40).bfloat16(), torch.randn(3, 11, 48).bfloat16()
     with torch.no_grad():
         plain = linear(x)
-        with precision.widening_once():
+        with precision.used_again():
             assert torch.equal(linear(x), plain)
             linear.weight.zero_()
             assert torch.equal(linear(x), plain)
         assert not torch.equal(linear(x), plain)
-    with precision.widening_once():
+    with precision.used_again():
         linear(x).sum().backward()
     assert linear.weight.grad.dtype == torch.bfloat16
+
+
+def test_gradients_of_a_layer_that_is_used_again_are_added_up(monkeypatch):
+    """In one place, for each backward pass anew, also when some uses have no part in it."""
+    monkeypatch.setattr(precision, "CPU_HAS_BFLOAT16", False)
+    torch.manual_seed(0)
+    linear, x = precision.Linear(48, 48), torch.randn(2, 11, 48, requires_grad=True)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear(x)
+            return y, linear(linear(y) + y.detach()).square().sum()
+
+    def gradients(loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, (linear.weight, linear.bias, x), retain_graph=True)
+
+    want = gradients(run()[1])
+    with precision.used_again():
+        y, loss = run()
+    assert "Shared" in y.grad_fn.next_functions[1][0].name()
+    for _ in range(2):
+        torch.testing.assert_close(gradients(loss), want)
+        torch.autograd.grad(loss, y, retain_graph=True)  # leaves the weight out
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(gradients(loss), want)
+
+    with precision.used_again(), torch.autocast("cpu", torch.bfloat16):
+        part = linear(linear(x).detach()).square().sum()  # the first use has no part in it
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = linear(linear(x).detach()).square().sum()
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, linear.weight) for loss in (part, alone))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_is_pytorchs(dtype):
+    torch.manual_seed(0)
+    ours, theirs = layers.RMSNorm(48, eps=1e-3), nn.RMSNorm(48, eps=1e-3)
+    ours.weight.data.normal_()
+    theirs.load_state_dict(ours.state_dict())
+    x, grad = torch.randn(2, 3, 7, 48).to(dtype), torch.randn(2, 3, 7, 48).to(dtype)
+    found = []
+    for module, kind in ((ours.to(dtype), dtype), (theirs.double(), torch.float64)):
+        given = x.to(kind, copy=True).requires_grad_()
+        y = module(given)
+        y.backward(grad.to(kind))
+        assert y.dtype == given.grad.dtype == module.weight.grad.dtype == kind
+        found.append([part.double() for part in (y, given.grad, module.weight.grad)])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
 def test_bfloat16_without_its_units_is_near_float32(monkeypatch):

@@ -59,7 +59,7 @@ def run(
     for precision in precisions:
         peak = gemm_peak(precision, configs["baseline"], length)
         steps = {name: make_step(name, scale, length, precision) for name in (PEER, *NAMES)}
-        best = interleave(steps, 2 * repeats, precision)
+        best = interleave(steps, 4 * repeats, precision)
         del steps
         rows = []
         for name, seconds in best.items():

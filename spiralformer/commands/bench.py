@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         default=3,
-        help="rounds: twice as many for train and prefill, 10 for decode at batch 1; the "
+        help="rounds: 4 times as many for train, 2 for prefill, 10 for decode at batch 1; the "
         "best of each layer and token counts",
     )
     parser.add_argument(

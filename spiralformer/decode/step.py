@@ -25,7 +25,7 @@ from spiralformer.decode.state import (
 )
 from spiralformer.model import SpiralFormer
 from spiralformer.model.layers import Stack, pick
-from spiralformer.model.precision import widening_once
+from spiralformer.model.precision import used_again
 
 
 @dataclass
@@ -113,7 +113,7 @@ def extend(
     else:
         v = run(model.pre, state.pre, x)
     h, carrier = model.topology.start(x, v)
-    with widening_once():
+    with used_again():
         for part in state.loop:
             plan = Plan(part.it, starts, new)
             z = absorb(model, part, plan, h)

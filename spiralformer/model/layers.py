@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from spiralformer.config import SpiralConfig
@@ -26,8 +27,44 @@ class LayerCache(Protocol):
         """Stores the new keys and values and attends to all that the new queries may see."""
 
 
+class _FusedRMSNorm(torch.autograd.Function):
+    """x/rms(x)·weight in few passes over x; PyTorch has a fused kernel for GPUs only."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        grad, wide = grad.to(scale.dtype), x.to(scale.dtype)
+        want_x, want_weight, _ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if want_x:
+            grad_x = grad * weight
+            with torch.autocast("cpu", enabled=False):
+                along = torch.einsum("...d,...d->...", grad_x, wide)[..., None]
+            grad_x = grad_x.mul_(scale).addcmul_(wide, along * scale**3, value=-1 / x.shape[-1])
+        if want_weight:
+            grad_weight = (wide * scale).mul_(grad).reshape(-1, x.shape[-1]).sum(0)
+            grad_weight = grad_weight.to(weight.dtype)
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(x)
+        return _FusedRMSNorm.apply(x, self.weight, self.eps)
+
+
 def make_norm(config: SpiralConfig) -> nn.Module:
-    cls = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    cls = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
     return cls(config.hidden_size, eps=config.norm_eps)
 
 

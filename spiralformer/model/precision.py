@@ -38,34 +38,81 @@ def should_widen(x: Tensor) -> bool:
     return x.device.type == "cpu" and not CPU_HAS_BFLOAT16 and computed_in(x) == torch.bfloat16
 
 
+class _Sum:
+    """The gradient of a weight that is used several times, added up in place."""
+
+    def __init__(self) -> None:
+        self.pass_id = -1  # of the backward pass that it belongs to
+        self.total: Tensor | None = None
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Adds a @ b."""
+        if self.total is None or self.pass_id != torch._C._current_graph_task_id():
+            self.pass_id, self.total = torch._C._current_graph_task_id(), a @ b
+        else:
+            self.total = self.total.addmm_(a, b)
+
+    def take(self) -> Tensor | None:
+        total, self.total = self.total, None
+        return total
+
+
+class _Shared(torch.autograd.Function):
+    """A weight whose users put their gradients into a sum. Autograd comes back here, as to any
+    node, when all users that take part in this backward pass are done."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, found: _Sum) -> Tensor:
+        ctx.found = found
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None):  # type: ignore[override]
+        total = ctx.found.take()
+        if total is None or grad is None:
+            return (total if grad is None else grad), None
+        return total + grad, None
+
+
 class _WideLinear(torch.autograd.Function):
     """F.linear with float32 products of a bfloat16 x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, found: _Sum | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.found = found
         y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         return y.to(torch.bfloat16)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        grad = grad.float().flatten(0, -2)
-        want_x, want_weight, want_bias = ctx.needs_input_grad
-        return (
-            (grad @ weight.float()).view(x.shape).to(x.dtype) if want_x else None,
-            (grad.T @ x.float().flatten(0, -2)).to(weight.dtype) if want_weight else None,
-            grad.sum(0).to(weight.dtype) if want_bias else None,
-        )
+        want_x, want_weight, want_bias, _ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        with torch.autocast("cpu", enabled=False):
+            grad, rows = grad.float().flatten(0, -2), x.float().flatten(0, -2)
+            if want_x:
+                grad_x = (grad @ weight.float()).view(x.shape).to(x.dtype)
+            if want_weight and ctx.found is not None:
+                ctx.found.add(grad.T, rows)
+            elif want_weight:
+                grad_weight = (grad.T @ rows).to(weight.dtype)
+            if want_bias:
+                grad_bias = grad.sum(0).to(weight.dtype)
+        return grad_x, grad_weight, grad_bias, None
 
 
-_kept: contextvars.ContextVar[dict[nn.Module, tuple[Tensor, Tensor | None]] | None]
+Operands = tuple[Tensor, Tensor | None, _Sum | None]  # weight, bias, where the gradient goes
+
+_kept: contextvars.ContextVar[dict[nn.Module, Operands] | None]
 _kept = contextvars.ContextVar("kept", default=None)
 
 
 @contextlib.contextmanager
-def widening_once() -> Iterator[None]:
-    """Inside, and without gradients, a layer that is used several times is widened once."""
+def used_again() -> Iterator[None]:
+    """Inside, layers are used several times and do not change: without gradients each is widened
+    once, and with gradients those of all its uses are added up in one place."""
     token = _kept.set({})
     try:
         yield
@@ -79,14 +126,40 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if should_widen(x) and x.numel() > FEW_ROWS * x.shape[-1]:
             with torch.autocast("cpu", enabled=False):
-                return _WideLinear.apply(x.to(torch.bfloat16), *self.wide())
+                return _WideLinear.apply(x.to(torch.bfloat16), *self._operands())
         return F.linear(x, self.weight, self.bias)
 
-    def wide(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, widened if it pays to do it here."""
+    def _operands(self) -> Operands:
         kept = None if torch.compiler.is_compiling() else _kept.get()
-        if kept is None or torch.is_grad_enabled():
-            return self.weight, self.bias
+        if kept is None:
+            return self.weight, self.bias, None
         if self not in kept:
-            kept[self] = self.weight.float(), None if self.bias is None else self.bias.float()
+            kept[self] = self._shared() if torch.is_grad_enabled() else self._widened()
         return kept[self]
+
+    def _widened(self) -> Operands:
+        return self.weight.float(), None if self.bias is None else self.bias.float(), None
+
+    def _shared(self) -> Operands:
+        found = _Sum()
+        return _Shared.apply(self.weight, found), self.bias, found
+
+
+class Narrow(Linear):
+    """A linear layer with few outputs (scores, logits of a router). Where it is widened, these stay
+    in float32: rounding the input and its gradient would take longer than the products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not should_widen(x):
+            return super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the dtype of a, or widened where a CPU cannot multiply bfloat16."""
+    if not should_widen(a):
+        return a @ b.to(a.dtype)
+    with torch.autocast("cpu", enabled=False):
+        return a.float() @ b.float()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spiralformer.config import Iteration, SpiralConfig
-from spiralformer.model.precision import Linear
+from spiralformer.model.precision import Narrow, matmul, should_widen
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -21,11 +21,18 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return x.softmax(dim, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
+def pad(x: Tensor, front: int, back: int, fill: float = 0.0) -> Tensor:
+    """Entries before and after those of x, (B, L, D); a negative number takes some away."""
+    return F.pad(x, (0, 0, front, back), value=fill) if front or back else x
+
+
 def to_grid(x: Tensor, it: Iteration, fill: float = 0.0) -> Tensor:
     """(B, L, D) → (B, N, G, D): complete chunks only; the ω places before token 0 hold `fill`."""
     chunks = it.chunks(x.shape[1])
-    x = F.pad(x[:, : max(chunks * it.chunk - it.offset, 0)], (0, 0, it.offset, 0), value=fill)
-    return x[:, : chunks * it.chunk].unflatten(1, (chunks, it.chunk))
+    if not chunks:
+        return x[:, :0].unflatten(1, (0, it.chunk))
+    x = pad(x, it.offset, chunks * it.chunk - it.offset - x.shape[1], fill)
+    return x.unflatten(1, (chunks, it.chunk))
 
 
 class MeanPooling(nn.Module):
@@ -48,7 +55,7 @@ class SelfAggregation(nn.Module):
     def __init__(self, config: SpiralConfig, it: Iteration) -> None:
         super().__init__()
         self.it = it
-        self.scorer = Linear(config.hidden_size, 1, bias=False)
+        self.scorer = Narrow(config.hidden_size, 1, bias=False)
 
     def weights(self, h: Tensor) -> Tensor:
         """α, (B, N, G): zero at the places before token 0."""
@@ -56,7 +63,7 @@ class SelfAggregation(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         alpha = self.weights(h)
-        return (alpha[:, :, None] @ to_grid(h, self.it).to(alpha.dtype)).squeeze(2).to(h.dtype)
+        return matmul(alpha[:, :, None], to_grid(h, self.it)).squeeze(2).to(h.dtype)
 
 
 class UniformBroadcast(nn.Module):
@@ -71,7 +78,7 @@ class UniformBroadcast(nn.Module):
         return z.new_full((1, 1, self.it.chunk), 1 / math.sqrt(self.it.chunk))
 
     def forward(self, z: Tensor) -> Tensor:
-        return from_grid(self.allocation(z)[..., None] * z[:, :, None], self.it)
+        return spread(self.allocation(z), z, self.it)
 
 
 class OutputDependentAllocation(nn.Module):
@@ -80,26 +87,28 @@ class OutputDependentAllocation(nn.Module):
     def __init__(self, config: SpiralConfig, it: Iteration) -> None:
         super().__init__()
         self.it = it
-        self.router = Linear(config.hidden_size, it.chunk)
+        self.router = Narrow(config.hidden_size, it.chunk)
 
     def allocation(self, z: Tensor) -> Tensor:
         """λ·β, (B, N, G), with the gain λ = √g"""
         return softmax(self.router(z)).to(z.dtype) * math.sqrt(self.it.chunk)
 
     def forward(self, z: Tensor) -> Tensor:
-        return from_grid(self.allocation(z)[..., None] * z[:, :, None], self.it)
+        return spread(self.allocation(z), z, self.it)
 
 
-def from_grid(u: Tensor, it: Iteration) -> Tensor:
-    """(B, N, G, D) → the updates of tokens 0 … N·G-ω-1, the ones that lie in a complete chunk."""
+def spread(allocation: Tensor, z: Tensor, it: Iteration) -> Tensor:
+    """The updates (B, N·G-ω, D) of the tokens that lie in a complete chunk."""
+    shares, z = allocation[..., None], z[:, :, None]
+    # widened, an outer product: going back through it needs no (B, N, G, D) intermediates
+    u = matmul(shares, z).to(z.dtype) if should_widen(z) else shares * z
     return u.flatten(1, 2)[:, it.offset :]
 
 
 def causal_shift(u: Tensor, shift: int, length: int) -> Tensor:
     """Eq. right-shift: ũ[i] = u[i-s], and zero where i < s."""
-    u = u[:, : max(length - shift, 0)]
     front = min(shift, length)
-    return F.pad(u, (0, 0, front, length - front - u.shape[1]))
+    return pad(u, front, length - front - u.shape[1])
 
 
 DOWNSCALE: dict[str, type[nn.Module]] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spiralformer.config import SpiralConfig
 from spiralformer.model.layers import MLP, Attention, Stack, make_norm
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
-from spiralformer.model.precision import Linear
+from spiralformer.model.precision import Linear, used_again
 from spiralformer.model.scaling import Scaling, causal_shift
 from spiralformer.model.topology import TOPOLOGY
 
@@ -63,12 +63,13 @@ class SpiralFormer(nn.Module):
             )
         v = self.pre(x)
         h, carrier = self.topology.start(x, v)
-        for it, scaling in zip(self.config.iterations, self.scalings, strict=True):
-            z = scaling.downscale(h)
-            z = self.core(it.index)(z)
-            u = scaling.upscale(z)
-            u = causal_shift(u, it.shift, length)
-            h, carrier = self.topology.update(u, h, carrier, it.index)
+        with used_again():
+            for it, scaling in zip(self.config.iterations, self.scalings, strict=True):
+                z = scaling.downscale(h)
+                z = self.core(it.index)(z)
+                u = scaling.upscale(z)
+                u = causal_shift(u, it.shift, length)
+                h, carrier = self.topology.update(u, h, carrier, it.index)
         return self.norm(self.post(h))
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
-from spiralformer.model.precision import Linear
+from spiralformer.model.precision import Narrow
 from spiralformer.model.scaling import softmax
 
 
@@ -63,7 +63,7 @@ class MeSH(nn.Module):
         # Router 0 is the transitional one, router t+1 that of iteration t. The first M outputs are
         # the write logits, the last M the read logits.
         self.routers = nn.ModuleList(
-            Linear(config.hidden_size, 2 * self.slots) for _ in range(config.num_iterations + 1)
+            Narrow(config.hidden_size, 2 * self.slots) for _ in range(config.num_iterations + 1)
         )
 
     def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
