@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from spiralformer.config import SpiralConfig
-from spiralformer.model.precision import Linear, should_widen
+from spiralformer.model.precision import Linear, dot, should_widen
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, (L, R/2) or (B, 1, L, R/2)
 
@@ -47,9 +47,8 @@ class _FusedRMSNorm(torch.autograd.Function):
         grad_x = grad_weight = None
         if want_x:
             grad_x = grad * weight
-            with torch.autocast("cpu", enabled=False):
-                along = torch.einsum("...d,...d->...", grad_x, wide)[..., None]
-            grad_x = grad_x.mul_(scale).addcmul_(wide, along * scale**3, value=-1 / x.shape[-1])
+            along = dot(grad_x, wide)[..., None] * scale**3
+            grad_x = grad_x.mul_(scale).addcmul_(wide, along, value=-1 / x.shape[-1])
         if want_weight:
             grad_weight = (wide * scale).mul_(grad).reshape(-1, x.shape[-1]).sum(0)
             grad_weight = grad_weight.to(weight.dtype)

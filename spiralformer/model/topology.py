@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
-from spiralformer.model.precision import Narrow
+from spiralformer.model.precision import Narrow, dot
 from spiralformer.model.scaling import softmax
 
 
@@ -49,6 +49,26 @@ class Memory(NamedTuple):
     writes: tuple[Tensor, ...]  # B L M each: how much of the update went into which slot
 
 
+class _WeightedSum(torch.autograd.Function):
+    """Σ_k weights[…, k]·terms[k], with fewer passes over the terms on the way back than the
+    products and sums by themselves would take."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, *terms: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *terms)
+        first, *rest = weights.split(1, -1)
+        total = first * terms[0]
+        for weight, term in zip(rest, terms[1:], strict=True):
+            total.addcmul_(weight, term)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        weights, *terms = ctx.saved_tensors
+        found = torch.stack([dot(grad, term) for term in terms], -1)
+        return found, *(grad * weight for weight in weights.split(1, -1))
+
+
 class MeSH(nn.Module):
     """Eqs. mesh-*: a slot is a sum of weighted updates, so reading one is linear in them:
 
@@ -77,12 +97,8 @@ class MeSH(nn.Module):
     ) -> tuple[Tensor, Memory]:
         write, read = self.route(router, h)
         memory = Memory(memory.x, (*memory.updates, u), (*memory.writes, write))
-        state = read[..., :1] * memory.x
-        for coefficient, update in zip(
-            self.coefficients(memory, read), memory.updates, strict=True
-        ):
-            state = torch.addcmul(state, coefficient, update)
-        return state, memory
+        weights = torch.cat((read[..., :1], *self.coefficients(memory, read)), -1)
+        return _WeightedSum.apply(weights, memory.x, *memory.updates), memory
 
     def route(self, router: nn.Module, h: Tensor) -> tuple[Tensor, Tensor]:
         """Write and read weights over the slots, (B, L, M) each."""
