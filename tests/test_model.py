@@ -267,13 +267,30 @@ def test_gradients_of_a_layer_that_is_used_again_are_added_up(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(gradients(loss), want)
 
-    with precision.used_again(), torch.autocast("cpu", torch.bfloat16):
-        part = linear(linear(x).detach()).square().sum()  # the first use has no part in it
-    with torch.autocast("cpu", torch.bfloat16):
-        alone = linear(linear(x).detach()).square().sum()
-    torch.testing.assert_close(
-        *(torch.autograd.grad(loss, linear.weight) for loss in (part, alone))
-    )
+    def first_use_has_no_part(how) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = linear(how(linear)(x).detach()).square().sum()
+        return torch.autograd.grad(loss, linear.weight)[0]
+
+    alone = first_use_has_no_part(lambda module: module)
+    for how in (lambda module: module, torch.no_grad()):
+        with precision.used_again():
+            torch.testing.assert_close(first_use_has_no_part(how), alone)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_whole_model_is_traced_without_breaks(autocast, monkeypatch):
+    monkeypatch.setattr(precision, "CPU_HAS_BFLOAT16", False)
+    torch.manual_seed(0)
+    model, ids = SpiralFormer(PAPER_B), torch.randint(0, 97, (2, 41))
+    found = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+            loss = run(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            found.append((loss, *(weight.grad.clone() for weight in model.parameters())))
+            model.zero_grad()
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -46,3 +46,9 @@ def hugging_face(config: SpiralConfig, dtype: torch.dtype, seed: int = 0) -> nn.
 def layers(model: nn.Module) -> list[nn.Module]:
     """The Transformer blocks of a model, ours or theirs."""
     return [module for module in model.modules() if type(module).__name__ in BLOCKS]
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    """The modules inside its blocks that hold no others."""
+    inside = [module for layer in layers(model) for module in layer.modules()]
+    return [module for module in inside if not list(module.children())]

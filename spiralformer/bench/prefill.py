@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spiralformer.accounting import forward_flops
-from spiralformer.bench.peers import PEER, build, family, hugging_face, layers
+from spiralformer.bench.peers import PEER, build, family, hugging_face, parts
 from spiralformer.bench.results import Bar, Results
 from spiralformer.bench.timing import Laps, interleave, table
 from spiralformer.config import SpiralConfig
@@ -25,14 +25,14 @@ def make_case(name: str, config: SpiralConfig, dtype: str, length: int) -> Calla
     if name == PEER:
         peer: Any = hugging_face(config, getattr(torch, dtype)).eval()
         read = lambda: peer(ids, use_cache=True, logits_to_keep=1)
-        return partial(Laps(layers(peer)).time, read)
+        return partial(Laps(parts(peer)).time, read)
     model = build(config, getattr(torch, dtype)).eval()
 
     def case() -> None:
         out, _ = prefill(model, ids, last=True)
         model.head(out[:, 0])
 
-    return partial(Laps(layers(model)).time, case)
+    return partial(Laps(parts(model)).time, case)
 
 
 def prefill_flops(config: SpiralConfig, length: int) -> float:
@@ -48,7 +48,7 @@ def run(scale: str, length: int, dtypes: tuple[str, ...], repeats: int) -> Resul
     configs[PEER] = configs["baseline"]
     for dtype in dtypes:
         cases = {name: make_case(name, configs[name], dtype, length) for name in (PEER, *NAMES)}
-        best = interleave(cases, 2 * repeats, dtype)
+        best = interleave(cases, 3 * repeats, dtype)
         del cases
         base, rows = best["baseline"], []
         for name, seconds in best.items():

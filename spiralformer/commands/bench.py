@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         default=3,
-        help="rounds: 4 times as many for train, 2 for prefill, 10 for decode at batch 1; the "
-        "best of each layer and token counts",
+        help="rounds: 4 times as many for train, 3 for prefill, 10 for decode at batch 1; the "
+        "best of each layer, its parts or token counts",
     )
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]

@@ -114,7 +114,7 @@ class _WideLinear(torch.autograd.Function):
 
 Operands = tuple[Tensor, Tensor | None, _Sum | None]  # weight, bias, where the gradient goes
 
-_kept: contextvars.ContextVar[dict[nn.Module, Operands] | None]
+_kept: contextvars.ContextVar[dict[tuple[nn.Module, bool], Operands] | None]
 _kept = contextvars.ContextVar("kept", default=None)
 
 
@@ -122,6 +122,9 @@ _kept = contextvars.ContextVar("kept", default=None)
 def used_again() -> Iterator[None]:
     """Inside, layers are used several times and do not change: without gradients each is widened
     once, and with gradients those of all its uses are added up in one place."""
+    if torch.compiler.is_compiling():
+        yield
+        return
     token = _kept.set({})
     try:
         yield
@@ -142,9 +145,10 @@ class Linear(nn.Linear):
         kept = None if torch.compiler.is_compiling() else _kept.get()
         if kept is None:
             return self.weight, self.bias, None
-        if self not in kept:
-            kept[self] = self._shared() if torch.is_grad_enabled() else self._widened()
-        return kept[self]
+        key = self, torch.is_grad_enabled()
+        if key not in kept:
+            kept[key] = self._shared() if torch.is_grad_enabled() else self._widened()
+        return kept[key]
 
     def _widened(self) -> Operands:
         return self.weight.float(), None if self.bias is None else self.bias.float(), None
