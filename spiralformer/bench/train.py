@@ -20,14 +20,15 @@ NAMES = ("baseline", "looped", "spiral-b", "spiral-l")
 
 def make_step(name: str, scale: str, length: int, precision: str) -> Callable[[], float]:
     """Forward, backward and AdamW on one sequence; float32 weights, autocast if bfloat16."""
-    configs = family(scale)
-    ids = torch.randint(0, configs["baseline"].vocab_size, (1, length + 1))
+    config = family(scale)["baseline" if name == PEER else name]
+    config = config.replace(max_length=max(length, config.max_length))
+    ids = torch.randint(0, config.vocab_size, (1, length + 1))
     model: nn.Module
     if name == PEER:
-        model = hugging_face(configs["baseline"], torch.float32)
+        model = hugging_face(config, torch.float32)
         loss = lambda: model(ids[:, :-1], labels=ids[:, :-1], use_cache=False).loss
     else:
-        model = build(configs[name], torch.float32)
+        model = build(config, torch.float32)
         loss = lambda: model(ids[:, :-1], ids[:, 1:])
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
