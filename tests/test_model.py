@@ -8,7 +8,7 @@ from torch import nn
 
 from spiralformer import SpiralConfig, SpiralFormer, reference
 from spiralformer.config import allow_shifts_that_leak_the_future
-from spiralformer.model import layers, precision
+from spiralformer.model import layers, precision, topology
 from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
 from tests.strategies import VOCAB, build, configs, tokens
 
@@ -309,6 +309,29 @@ def test_rms_norm_is_pytorchs(dtype):
         found.append([part.double() for part in (y, given.grad, module.weight.grad)])
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_the_model_can_be_differentiated_twice_and_by_example():
+    """As PyTorch's own operators can: Hessians, and gradients of each example with torch.func."""
+    torch.manual_seed(0)
+    model, ids = SpiralFormer(PAPER_B).double(), torch.randint(0, 97, (3, 21))
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        logits = torch.func.functional_call(model, weights, (ids[None, :-1],))
+        return nn.functional.cross_entropy(logits[0], ids[1:])
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
+    for row in range(3):
+        alone = torch.autograd.grad(loss(weights, ids[row]), list(weights.values()))
+        torch.testing.assert_close([grad[row] for grad in each.values()], list(alone))
+
+    norm = layers.RMSNorm(6, eps=1e-3).double()
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(norm, x)
+    terms = [torch.randn_like(x, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradgradcheck(topology._WeightedSum.apply, (x[..., :2], *terms))
 
 
 def test_bfloat16_without_its_units_is_near_float32(monkeypatch):

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from spiralformer.config import SpiralConfig
@@ -27,32 +26,44 @@ class LayerCache(Protocol):
         """Stores the new keys and values and attends to all that the new queries may see."""
 
 
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (norm.square() / x.shape[-1] + eps).rsqrt()
+
+
 class _FusedRMSNorm(torch.autograd.Function):
     """x/rms(x)·weight in few passes over x; PyTorch has a fused kernel for GPUs only."""
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+    generate_vmap_rule = True
 
     @staticmethod
-    @once_differentiable
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * _inverse_rms(wide, eps) * weight).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[override]
+        x, weight, ctx.eps = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        x, weight, scale = ctx.saved_tensors
-        grad, wide = grad.to(scale.dtype), x.to(scale.dtype)
+        x, weight = ctx.saved_tensors
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        grad, scale = (
+            grad.to(wide.dtype),
+            _inverse_rms(wide, ctx.eps),
+        )  # again, to be differentiable
         want_x, want_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if want_x:
             grad_x = grad * weight
             along = dot(grad_x, wide)[..., None] * scale**3
-            grad_x = grad_x.mul_(scale).addcmul_(wide, along, value=-1 / x.shape[-1])
+            grad_x = torch.addcmul(grad_x * scale, wide, along, value=-1 / x.shape[-1])
+            grad_x = grad_x.to(x.dtype)
         if want_weight:
-            grad_weight = (wide * scale).mul_(grad).reshape(-1, x.shape[-1]).sum(0)
-            grad_weight = grad_weight.to(weight.dtype)
-        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None
+            grad_weight = (wide * scale * grad).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        return grad_x, grad_weight, None
 
 
 class RMSNorm(nn.RMSNorm):

@@ -69,11 +69,8 @@ class _Shared(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None):  # type: ignore[override]
-        total = ctx.found.take()
-        if total is None or grad is None:
-            return (total if grad is None else grad), None
-        return total + grad, None
+    def backward(ctx, grad: None):  # type: ignore[override]
+        return ctx.found.take(), None
 
 
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -53,14 +53,19 @@ class _WeightedSum(torch.autograd.Function):
     """Σ_k weights[…, k]·terms[k], with fewer passes over the terms on the way back than the
     products and sums by themselves would take."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, weights: Tensor, *terms: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, *terms)
+    def forward(weights: Tensor, *terms: Tensor) -> Tensor:
         first, *rest = weights.split(1, -1)
         total = first * terms[0]
         for weight, term in zip(rest, terms[1:], strict=True):
-            total.addcmul_(weight, term)
+            total = torch.addcmul(total, weight, term)
         return total
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[override]
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
