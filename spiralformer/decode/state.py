@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spiralformer.config import Iteration, SpiralConfig
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
+from spiralformer.model.layers import look_up
 
 FLOOR = -1e30  # below every score: the running maximum of a chunk that has no member yet
 
@@ -388,5 +389,4 @@ def _move_back(x: Tensor, by: Tensor) -> Tensor:
     """Shifts each row of x (B, W, …) towards its end by `by` places; zeros come in at the front."""
     width = x.shape[1]
     source = torch.arange(width, device=x.device) - by[:, None]
-    moved = x.gather(1, source.clamp_min(0)[:, :, None].expand(-1, -1, x.shape[2]))
-    return moved * (source >= 0)[:, :, None]
+    return look_up(x, source.clamp_min(0)) * (source >= 0)[:, :, None]

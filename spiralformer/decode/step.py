@@ -24,7 +24,7 @@ from spiralformer.decode.state import (
     run_stack,
 )
 from spiralformer.model import SpiralFormer
-from spiralformer.model.layers import Stack, pick
+from spiralformer.model.layers import Stack, look_up, pick
 from spiralformer.model.precision import used_again
 
 
@@ -229,8 +229,7 @@ def absorb(model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor) -> 
     source = source.clamp(0, h.shape[1] - 1)
 
     def to_grid(x: Tensor) -> Tensor:  # B M . → B N G .
-        index = source[:, :, None].expand(-1, -1, x.shape[2])
-        return x.gather(1, index).unflatten(1, (count, it.chunk)).to(wide)
+        return look_up(x, source).unflatten(1, (count, it.chunk)).to(wide)
 
     members = to_grid(h)
     if scorer is not None:
@@ -251,7 +250,7 @@ def absorb(model: SpiralFormer, part: IterationState, plan: Plan, h: Tensor) -> 
 
     done = torch.tensor(plan.done, device=device)
     last = done.clamp_max(count - 1)[:, None]  # the chunk left unfinished, if there is one
-    part.total = total.gather(1, last[:, :, None].expand(-1, -1, total.shape[2])).squeeze(1)
+    part.total = look_up(total, last).squeeze(1)
     if scorer is not None:
         part.peak = peak.gather(1, last).squeeze(1)
         part.weight = weight.gather(1, last).squeeze(1)
@@ -374,8 +373,7 @@ def read(part: IterationState, plan: Plan, width: int, bank: Bank) -> Tensor:
     legal = (source >= 0) & (index >= 0) & (index < latents.shape[1])
     index = index.clamp(0, latents.shape[1] - 1)
     share = allocations.flatten(1).gather(1, index * it.chunk + phases) * legal
-    index = index[:, :, None].expand(-1, -1, latents.shape[2])
-    return latents.gather(1, index) * share[:, :, None]
+    return look_up(latents, index) * share[:, :, None]
 
 
 # ---------------------------------------------------------------------------- small helpers
@@ -391,7 +389,7 @@ def _last(old: Tensor, new: Tensor, counts: Sequence[int]) -> Tensor:
         return both[:, counts[0] : counts[0] + width].clone()
     first = torch.tensor(counts, device=old.device)
     index = first[:, None] + torch.arange(width, device=old.device)
-    return both.gather(1, index[:, :, None].expand(-1, -1, old.shape[2]))
+    return look_up(both, index)
 
 
 def _check(model: SpiralFormer, state: DecodeState, ids: Tensor, new: list[int]) -> None:

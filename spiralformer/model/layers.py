@@ -50,10 +50,8 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        grad, scale = (
-            grad.to(wide.dtype),
-            _inverse_rms(wide, ctx.eps),
-        )  # again, to be differentiable
+        grad = grad.to(wide.dtype)
+        scale = _inverse_rms(wide, ctx.eps)  # again, so that this can be differentiated
         want_x, want_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if want_x:
@@ -103,6 +101,13 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 def pick(x: Tensor, at: Tensor) -> Tensor:
     """Entry `at[b]` of each row b: (B, L, …) → (B, 1, …)"""
     return x[torch.arange(x.shape[0], device=x.device), at][:, None]
+
+
+def look_up(x: Tensor, at: Tensor) -> Tensor:
+    """Entries `at[b]` of each row b: (B, L, D), (B, M) → (B, M, D). Copies whole entries, which
+    `gather` does number by number."""
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    return F.embedding(rows * x.shape[1] + at, x.flatten(0, 1))
 
 
 class Attend(nn.Module):
