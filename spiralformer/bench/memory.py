@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,8 @@ from spiralformer.bench.timing import table
 from spiralformer.bench.train import NAMES
 from spiralformer.decode import prefill
 from spiralformer.model.precision import CPU_HAS_BFLOAT16
+
+PEAKS = Path("/proc/self/clear_refs")
 
 
 def peak_memory(name: str, scale: str, length: int, precision: str) -> int:
@@ -28,7 +31,7 @@ def peak_memory(name: str, scale: str, length: int, precision: str) -> int:
         "make_step(name, 'nano', 64, precision)()  # imports what a first step imports\n"
         "status = lambda: open('/proc/self/status').read()\n"
         "held = lambda kind: int(re.search(kind + r':\\s+(\\d+)', status())[1])\n"
-        "open('/proc/self/clear_refs', 'w').write('5')  # the peak so far is forgotten\n"
+        f"open('{PEAKS}', 'w').write('5')  # the peak so far is forgotten\n"
         "before = held('VmRSS')\n"
         "step = make_step(name, scale, length, precision)\n"
         "step(); step()\n"
@@ -44,7 +47,9 @@ def peak_memory(name: str, scale: str, length: int, precision: str) -> int:
 @torch.no_grad()
 def run(scale: str, length: int, precisions: tuple[str, ...]) -> Results:
     results = Results("memory", {"scale": scale, "length": length})
-    for precision in precisions:
+    if not PEAKS.exists():
+        print("\nno peaks of memory: they are read from Linux's /proc")
+    for precision in precisions if PEAKS.exists() else ():
         # where bfloat16 is emulated, the peer would take many minutes
         peers = [PEER] * (precision == "float32" or CPU_HAS_BFLOAT16)
         peaks = {name: peak_memory(name, scale, length, precision) for name in (*peers, *NAMES)}

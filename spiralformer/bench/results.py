@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 
 from spiralformer.bench.peers import PEER
+from spiralformer.checkpoint import read_json
+from spiralformer.train.checkpoint import write_json, writing
 
 TITLES = {
     PEER: "Hugging Face GPT-NeoX",
@@ -56,7 +57,6 @@ class Results:
         return "\n".join([*lines, f"{self.benchmark}: {held} of {len(self.bars)} bars hold"])
 
     def save(self, folder: Path) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"bench-{self.benchmark}.json"
         bars = [{**asdict(bar), "holds": bar.holds} for bar in self.bars]
         found = {
@@ -66,14 +66,15 @@ class Results:
             "measurements": self.measurements,
             "bars": bars,
         }
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        with writing(path):
+            write_json(path, found)
         return path
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The files that `save` wrote, by benchmark."""
     return {
-        path.stem.removeprefix("bench-"): json.loads(path.read_text(encoding="utf-8"))
+        path.stem.removeprefix("bench-"): read_json(path)
         for path in sorted(folder.glob("bench-*.json"))
     }
 
@@ -127,9 +128,8 @@ def speeds(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
     return {
-        "device": device,
+        "device": _cpu_name(),  # benchmarks are of the CPU, whatever else there is
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),

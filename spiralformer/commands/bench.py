@@ -51,14 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from spiralformer.errors import UserError
+    from spiralformer.presets import SIZES
 
     for name in args.benchmark:
         if name not in BENCHMARKS:
             raise UserError(f"unknown benchmark {name!r}; choose from {', '.join(BENCHMARKS)}")
 
-    for name in ("repeats", "tokens", "length", "prompt"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)}: at least 1 is needed")
+    if args.scale not in SIZES:
+        raise UserError(f"--scale {args.scale}: choose from {', '.join(SIZES)}")
+    for name in ("repeats", "tokens", "length", "prompt", "threads", "context"):
+        least = 0 if name == "context" else 1
+        if (value := getattr(args, name)) is not None and value < least:
+            raise UserError(f"--{name} {value}: at least {least} is needed")
     if len(set(args.lengths)) < 2 or min(args.lengths) < 1:
         raise UserError(f"--lengths {args.lengths}: give two or more different lengths")
 
@@ -66,8 +70,13 @@ def run(args: argparse.Namespace) -> int:
 
     from spiralformer.bench import decode, limits, memory, picture, prefill, scaling, train
     from spiralformer.bench.peers import family
-    from spiralformer.bench.results import write_table
+    from spiralformer.bench.results import read, write_table
+    from spiralformer.train.checkpoint import writing
 
+    out = Path(args.out)
+    with writing(out):  # better now than after an hour
+        out.mkdir(parents=True, exist_ok=True)
+    read(out)
     if args.threads:
         torch.set_num_threads(args.threads)
     dtypes, compiled = tuple(args.dtypes), not args.no_compile
@@ -84,11 +93,12 @@ def run(args: argparse.Namespace) -> int:
     found = []
     for name in args.benchmark or BENCHMARKS:
         results = run[name]()
-        print(f"\n{results.save(Path(args.out))}", flush=True)
+        print(f"\n{results.save(out)}", flush=True)
         found.append(results)
-    if path := picture.draw(Path(args.out)):
-        print(path)
-    print(write_table(Path(args.out)))
+    with writing(out):
+        if path := picture.draw(out):
+            print(path)
+        print(write_table(out))
     print()
     for results in found:
         print(results.summary())
