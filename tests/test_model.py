@@ -293,6 +293,25 @@ def test_a_whole_model_is_traced_without_breaks(autocast, monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_blocks_are_compiled_for_one_length_and_for_all_others(autocast):
+    model, graphs = SpiralFormer(PAPER_B), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for stack in model.stacks():
+        for block in stack.blocks:
+            block.compile(backend=count, fullgraph=True)
+    for length in (64, 48):
+        ids = torch.randint(0, 97, (8, length + 1))  # no pass has few rows
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(ids[:, :-1], ids[:, 1:]).backward()
+    assert len(graphs) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rms_norm_is_pytorchs(dtype):
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ Shapes: B batch, L length, D width, H heads, K head size, R rotated dimensions o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -117,13 +117,15 @@ class Attend(nn.Module):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        causal = mask is None and q.shape[-2] > 1
+        how: dict[str, Any] = {"attn_mask": mask}
+        if mask is None and q.shape[-2] > 1:  # not is_causal=…: a traced comparison is no bool
+            how = {"is_causal": True}
         if should_widen(q) and torch.is_grad_enabled():  # only its backward pass is slow
             with torch.autocast("cpu", enabled=False):
                 q, k, v = q.float(), k.float(), v.float()
-                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+                y = F.scaled_dot_product_attention(q, k, v, **how)
             return y.to(torch.bfloat16)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, **how)
 
 
 class Attention(nn.Module):
