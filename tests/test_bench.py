@@ -191,22 +191,9 @@ def test_speeds_are_ratios_to_the_peers():
 
 @pytest.mark.slow
 def test_every_benchmark_runs_and_is_written(bench):
-    sizes = [
-        "--length",
-        "32",
-        "--prompt",
-        "32",
-        "--context",
-        "16",
-        "--tokens",
-        "2",
-        "--repeats",
-        "1",
-        "--lengths",
-        "16",
-        "1040",
-    ]
-    status, out, err = bench("--scale", "nano", *sizes)
+    sizes = {"length": 32, "prompt": 32, "context": 16, "tokens": 2, "repeats": 1}
+    flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+    status, out, err = bench("--scale", "nano", *flags, "--lengths", "16", "1040")
     assert (status, err) == (0, "")
     names = ("limits", "train", "prefill", "decode", "memory", "scaling")
     found = {n: json.loads((bench.out / f"bench-{n}.json").read_text()) for n in names}
