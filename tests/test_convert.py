@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from spiralformer import SpiralConfig, SpiralFormer, cli
-from spiralformer.checkpoint import CheckpointError, load_model, save_model
-from spiralformer.convert import from_gpt_neox, to_gpt_neox
+from spiralformer.hf.neox import from_gpt_neox, to_gpt_neox
+from spiralformer.model_folder import CheckpointError, load_model, save_model
 
 SIZES = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from spiralformer import cli
+from spiralformer.data import prepare
+from spiralformer.data import sources as corpus
+from spiralformer.data.shards import Shard, ShardWriter, TokenStream, finish_shards
+from spiralformer.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from spiralformer.data.windows import IGNORED, TokenDataset, open_split, permute, read_texts
 from spiralformer.errors import UserError
-from spiralformer.train import corpus, prepare
-from spiralformer.train.data import IGNORED, TokenDataset, open_split, permute, read_texts
-from spiralformer.train.shards import Shard, ShardWriter, TokenStream, finish_shards
-from spiralformer.train.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
 DOCUMENTS = [
     "The first document.\n\nIt has two paragraphs.\n",
@@ -341,7 +342,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path, monkeypatch):
 KILLED_AT = """
 import os, signal, sys
 from pathlib import Path
-from spiralformer.train import corpus, prepare
+from spiralformer.data import prepare, sources as corpus
 source, out, when = sys.argv[1:]
 prepare.BATCH_BYTES, prepare.COMMIT_BYTES = 1000, 3000
 calls = 0
@@ -625,7 +626,7 @@ def test_bad_documents_are_skipped_and_counted_when_asked(tmp_path):
 FULL_DISK = """
 import resource, sys
 from spiralformer import cli
-from spiralformer.train import prepare
+from spiralformer.data import prepare
 prepare.BATCH_BYTES, prepare.COMMIT_BYTES = 1000, 3000
 if "full" in sys.argv:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

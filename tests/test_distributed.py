@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from spiralformer.train.corpus import find_sources
+from spiralformer.data.prepare import Recipe, prepare
+from spiralformer.data.sources import find_sources
+from spiralformer.train.config import TrainConfig
 from spiralformer.train.loop import train
-from spiralformer.train.prepare import Recipe, prepare
-from spiralformer.train.settings import TrainConfig
 from tests.training import (
     SMALL,
     assert_close_weights,

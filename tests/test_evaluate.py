@@ -24,8 +24,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import spiralformer.hf  # noqa: F401 (registers our model)
 from spiralformer import cli, paper, presets
-from spiralformer.checkpoint import save_model
 from spiralformer.config import SpiralConfig
+from spiralformer.data.tokenizer import train_bpe
 from spiralformer.evaluate import harness, models, report, run, tasks
 from spiralformer.evaluate.models import HFScorer, SpiralScorer, load_scorer
 from spiralformer.evaluate.perplexity import perplexity, windows
@@ -33,7 +33,7 @@ from spiralformer.evaluate.progress import quiet
 from spiralformer.evaluate.tasks import TASKS, Document
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
-from spiralformer.train.tokenizer import train_bpe
+from spiralformer.model_folder import save_model
 
 VOCAB = 320
 MAX_LENGTH = 256

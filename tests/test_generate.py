@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from spiralformer import SpiralConfig
-from spiralformer.checkpoint import save_model
 from spiralformer.cli import main
+from spiralformer.data.tokenizer import byte_tokenizer
 from spiralformer.decode import GREEDY, RequestError, Sampling, generate, stream
 from spiralformer.decode.generate import TextStream, penalise, probabilities
-from spiralformer.train.tokenizer import byte_tokenizer
+from spiralformer.model_folder import save_model
 from tests.strategies import VOCAB, build, tokens
 
 CONFIG = SpiralConfig(

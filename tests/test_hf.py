@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from spiralformer import ConfigError, SpiralConfig, SpiralFormer, decode
-from spiralformer.checkpoint import load_model, save_model
 from spiralformer.decode.generate import generate
 from spiralformer.hf import SpiralCache, SpiralFormerConfig, SpiralFormerForCausalLM
 from spiralformer.hf.export import export
+from spiralformer.model_folder import load_model, save_model
 from tests.strategies import build
 
 transformers.utils.logging.disable_progress_bar()

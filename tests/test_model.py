@@ -8,7 +8,8 @@ from torch import nn
 
 from spiralformer import SpiralConfig, SpiralFormer, reference
 from spiralformer.config import allow_shifts_that_leak_the_future
-from spiralformer.model import layers, precision, topology
+from spiralformer.model import blocks as layers
+from spiralformer.model import precision, topology
 from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
 from tests.strategies import VOCAB, build, configs, tokens
 

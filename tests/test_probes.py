@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spiralformer import SpiralConfig, SpiralFormer
-from spiralformer.checkpoint import save_model
 from spiralformer.cli import main
 from spiralformer.commands.probe import summary
+from spiralformer.data.shards import write_index
+from spiralformer.data.tokenizer import byte_tokenizer
 from spiralformer.errors import UserError
+from spiralformer.model_folder import save_model
 from spiralformer.probes import Findings, Numbers, capture, collect, diagram, metrics, probe, report
 from spiralformer.probes import figures as drawings
 from spiralformer.probes import sequences as windows
 from spiralformer.probes.capture import attention_rows, mesh_routing, watching
 from spiralformer.probes.metrics import AttentionSums
 from spiralformer.probes.verdict import judge, overall
-from spiralformer.train.shards import write_index
-from spiralformer.train.tokenizer import byte_tokenizer
 from tests.strategies import VOCAB, build, configs, tokens
 
 SIZES = {"hidden_size": 16, "num_heads": 2, "max_length": 64, "intermediate_size": 24}

@@ -18,6 +18,8 @@ import yaml
 from spiralformer import presets
 from spiralformer.accounting import parameters, training_flops_per_token
 from spiralformer.cli import main
+from spiralformer.data.prepare import Recipe, prepare
+from spiralformer.data.sources import find_sources
 from spiralformer.errors import UserError
 from spiralformer.study import judge, lab, report, spec
 from spiralformer.study.conduct import Results, conduct
@@ -25,9 +27,7 @@ from spiralformer.study.judge import NOISY, NOT_RUN, NOT_SEEN, SEEN, Found
 from spiralformer.study.lab import Lab, carry_out
 from spiralformer.study.spec import SCALES
 from spiralformer.study.tune import next_rate, settled
-from spiralformer.train.corpus import find_sources
-from spiralformer.train.prepare import Recipe, prepare
-from spiralformer.train.report import Console
+from spiralformer.train.log import Console
 from tests.training import write_text
 
 STUDY = {

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from spiralformer import ConfigError, SpiralFormer
-from spiralformer.checkpoint import load_model
 from spiralformer.cli import main
+from spiralformer.data.prepare import Recipe, prepare
+from spiralformer.data.sources import find_sources
+from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.errors import UserError
+from spiralformer.model_folder import load_model
 from spiralformer.train import loop
 from spiralformer.train.checkpoint import RunFolder, fault, read_state
-from spiralformer.train.corpus import find_sources
+from spiralformer.train.config import Optim, TrainConfig
 from spiralformer.train.loop import Interrupted, train
 from spiralformer.train.optim import learning_rate, make_optimizer
-from spiralformer.train.prepare import Recipe, prepare
-from spiralformer.train.settings import Optim, TrainConfig
-from spiralformer.train.tokenizer import load_tokenizer
 from tests.training import (
     FORKS,
     MODEL,

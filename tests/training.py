@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from spiralformer.checkpoint import load_model
 from spiralformer.errors import UserError
+from spiralformer.model_folder import load_model
+from spiralformer.train.config import TrainConfig
+from spiralformer.train.log import TIMING, read_metrics
 from spiralformer.train.loop import Interrupted, train
-from spiralformer.train.report import TIMING, read_metrics
-from spiralformer.train.settings import TrainConfig
 
 MODEL = {
     "layout": "1+1x{1/4,1/2,1}+1",

@@ -13,9 +13,9 @@ from spiralformer.bench.limits import read_rates
 from spiralformer.bench.peers import PEER, build, family, hugging_face
 from spiralformer.bench.results import Bar, Results
 from spiralformer.bench.timing import Laps, interleave, table
+from spiralformer.decode.algorithm import EAGER, Runner
 from spiralformer.decode.compiled import compile_for
 from spiralformer.decode.generate import stream
-from spiralformer.decode.step import EAGER, Runner
 from spiralformer.model import SpiralFormer
 
 NAMES = ("baseline", "looped", "spiral-b", "spiral-b parallel")

@@ -34,7 +34,7 @@ def hugging_face(config: SpiralConfig, dtype: torch.dtype, seed: int = 0) -> nn.
     """GPTNeoXForCausalLM of the baseline's shape, as a user would load it."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    from spiralformer.convert import write_config
+    from spiralformer.hf.neox import write_config
 
     torch.manual_seed(seed)
     fields = write_config(config.replace(norm="layernorm", scale_embeddings=False))

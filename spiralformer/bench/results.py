@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spiralformer.bench.peers import PEER
-from spiralformer.checkpoint import read_json
+from spiralformer.model_folder import read_json
 from spiralformer.train.checkpoint import write_json, writing
 
 TITLES = {

@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Any
 
+from spiralformer.data.prepare import MANIFEST, Progress, Recipe, prepare, verify
+from spiralformer.data.sources import Source, find_sources
 from spiralformer.errors import UserError
-from spiralformer.train.corpus import Source, find_sources
-from spiralformer.train.prepare import MANIFEST, Progress, Recipe, prepare, verify
 
 EPILOG = """\
 sources: .txt, .jsonl, .parquet, .gz or .zst of these, a folder of them, hf:NAME[,CONFIG][:SPLIT] (a

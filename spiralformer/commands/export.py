@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spiralformer import convert
-from spiralformer.checkpoint import load_config, load_model, read_json
+from spiralformer.hf import neox as convert
+from spiralformer.model_folder import load_config, load_model, read_json
 
 FORMATS = {
     "hf": "loads with trust_remote_code=True; the folder carries the code it needs",

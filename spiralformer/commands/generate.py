@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from spiralformer.checkpoint import load_model, tokenizer_files
+    from spiralformer.data.tokenizer import load_tokenizer
+    from spiralformer.decode.algorithm import EAGER
     from spiralformer.decode.generate import Sampling, TextStream, stream
-    from spiralformer.decode.step import EAGER
-    from spiralformer.train.tokenizer import load_tokenizer
+    from spiralformer.model_folder import load_model, tokenizer_files
 
     sampling = Sampling(
         temperature=args.temperature,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spiralformer import convert
-from spiralformer.checkpoint import read_json, save_model
+from spiralformer.hf import neox as convert
+from spiralformer.model_folder import read_json, save_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from spiralformer.checkpoint import load_config, load_model
 from spiralformer.config import SpiralConfig
+from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.errors import UserError
+from spiralformer.model_folder import load_config, load_model
 from spiralformer.probes import Findings, Numbers, probe, report, sequences, verdict
 from spiralformer.probes.collect import chunkings
 from spiralformer.probes.metrics import GAMMA
-from spiralformer.train.tokenizer import load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

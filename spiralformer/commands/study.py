@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from spiralformer.study import report, spec
     from spiralformer.study.conduct import conduct
     from spiralformer.study.lab import Lab
-    from spiralformer.train.report import Console
+    from spiralformer.train.log import Console
 
     scale = spec.scale_named(args.scale)
     if args.budget:

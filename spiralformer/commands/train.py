@@ -7,7 +7,7 @@ import os
 import sys
 
 from spiralformer.errors import UserError
-from spiralformer.train.settings import TrainConfig, describe_fields
+from spiralformer.train.config import TrainConfig, describe_fields
 
 EPILOG = """\
 example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib batch=16 optim.lr=2e-3
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(config.to_yaml(), end="")
         return 0
 
-    from spiralformer.train import report
+    from spiralformer.train import log as report
     from spiralformer.train.checkpoint import RunFolder
     from spiralformer.train.loop import Interrupted, train
 

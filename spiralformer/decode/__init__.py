@@ -1,8 +1,8 @@
 """Exact, cached, chunk-triggered decoding of ragged batches."""
 
+from spiralformer.decode.algorithm import extend, prefill, step
 from spiralformer.decode.generate import GREEDY, RequestError, Sampling, generate, stream
 from spiralformer.decode.state import DecodeState, StateError
-from spiralformer.decode.step import extend, prefill, step
 
 __all__ = [
     "GREEDY",

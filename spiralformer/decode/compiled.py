@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 from spiralformer.decode import native
+from spiralformer.decode.algorithm import EAGER, Runner, step
 from spiralformer.decode.state import Append, DecodeState
-from spiralformer.decode.step import EAGER, Runner, step
 from spiralformer.model import SpiralFormer
-from spiralformer.model.layers import Stack, rotary
+from spiralformer.model.blocks import Stack, rotary
 
 BUCKET = 64  # caches are attended to in multiples of this, so that few lengths are seen
 

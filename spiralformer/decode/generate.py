@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spiralformer.decode.algorithm import EAGER, Runner, extend, step
 from spiralformer.decode.state import DecodeState
-from spiralformer.decode.step import EAGER, Runner, extend, step
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 

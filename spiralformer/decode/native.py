@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiralformer.decode.algorithm import Runner
 from spiralformer.decode.state import FLOOR, DecodeState
-from spiralformer.decode.step import Runner
 from spiralformer.model import SpiralFormer
-from spiralformer.model.layers import Stack, frequencies
+from spiralformer.model.blocks import Stack, frequencies
 from spiralformer.model.topology import MeSH
 
 DTYPES = (torch.float32, torch.bfloat16)

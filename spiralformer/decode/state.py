@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spiralformer.config import Iteration, SpiralConfig
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
-from spiralformer.model.layers import look_up
+from spiralformer.model.blocks import look_up
 
 FLOOR = -1e30  # below every score: the running maximum of a chunk that has no member yet
 

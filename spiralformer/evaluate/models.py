@@ -16,19 +16,19 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spiralformer.checkpoint import (
-    MODEL_TYPE,
-    CheckpointError,
-    load_config,
-    load_model,
-    read_json,
-)
 from spiralformer.config import SpiralConfig
 from spiralformer.decode import extend, prefill
 from spiralformer.errors import UserError
 from spiralformer.evaluate.progress import quiet
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK, IGNORE, token_losses
+from spiralformer.model_folder import (
+    MODEL_TYPE,
+    CheckpointError,
+    load_config,
+    load_model,
+    read_json,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

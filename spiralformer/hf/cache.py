@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from spiralformer.decode.algorithm import extend
 from spiralformer.decode.state import DecodeState
-from spiralformer.decode.step import extend
 from spiralformer.model.spiralformer import SpiralFormer
 
 

@@ -1,8 +1,8 @@
 """A model folder that opens with `trust_remote_code=True` where this package is not installed.
 
 The folder carries the modules that the model needs, one file each side by side, because that is all
-that the dynamic loader of `transformers` understands: `spiralformer.model.layers` becomes
-`spiral_model_layers.py` and the imports between them become relative. Nothing else is changed.
+that the dynamic loader of `transformers` understands: `spiralformer.model.blocks` becomes
+`spiral_model_blocks.py` and the imports between them become relative. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 
 from spiralformer import __version__
-from spiralformer.checkpoint import WEIGHTS, load_config, load_model, read_json, tokenizer_files
-from spiralformer.convert import new_folder, tokenizer_of
 from spiralformer.hf.configuration_spiralformer import SpiralFormerConfig
 from spiralformer.hf.modeling_spiralformer import SpiralFormerForCausalLM
+from spiralformer.hf.neox import new_folder, tokenizer_of
+from spiralformer.model_folder import WEIGHTS, load_config, load_model, read_json, tokenizer_files
 
 PACKAGE = "spiralformer"
 AUTO_CLASSES = {"AutoConfig": SpiralFormerConfig, "AutoModelForCausalLM": SpiralFormerForCausalLM}
 
 
 def flat_name(module: str) -> str:
-    """spiralformer.model.layers → spiral_model_layers; spiralformer.hf.cache → cache"""
+    """spiralformer.model.blocks → spiral_model_blocks; spiralformer.hf.cache → cache"""
     parts = module.split(".")[1:]
     return "_".join(parts[1:] if parts[0] == "hf" else ["spiral", *parts])
 

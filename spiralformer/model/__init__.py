@@ -1,4 +1,4 @@
-"""The model: layers, scaling operators, topologies, the loss, and Algorithm 1 over them."""
+"""The model: blocks, operators, topologies, the loss, and Algorithm 1 over them."""
 
 from spiralformer.model.spiralformer import SpiralFormer
 

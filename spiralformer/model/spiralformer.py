@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
-from spiralformer.model.layers import MLP, Attention, Stack, make_norm
+from spiralformer.model.blocks import MLP, Attention, Stack, make_norm
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
+from spiralformer.model.operators import Scaling, causal_shift
 from spiralformer.model.precision import Linear, used_again
-from spiralformer.model.scaling import Scaling, causal_shift
 from spiralformer.model.topology import TOPOLOGY
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
+from spiralformer.model.operators import softmax
 from spiralformer.model.precision import Narrow, dot
-from spiralformer.model.scaling import softmax
 
 
 class Replace(nn.Module):

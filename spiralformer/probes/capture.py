@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spiralformer.model import SpiralFormer
-from spiralformer.model.scaling import causal_shift
+from spiralformer.model.operators import causal_shift
 from spiralformer.model.topology import Memory, MeSH
 from spiralformer.probes.metrics import GAMMA, AttentionSums, window
 

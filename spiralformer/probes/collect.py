@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spiralformer.config import Iteration, SpiralConfig
 from spiralformer.model import SpiralFormer
-from spiralformer.model.scaling import OutputDependentAllocation, SelfAggregation, to_grid
+from spiralformer.model.operators import OutputDependentAllocation, SelfAggregation, to_grid
 from spiralformer.model.topology import MeSH
 from spiralformer.probes import metrics
 from spiralformer.probes.capture import Trace, mesh_routing, watching

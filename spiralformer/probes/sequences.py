@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spiralformer.data.prepare import MANIFEST
+from spiralformer.data.sources import ReadOptions, find_sources, read_documents
+from spiralformer.data.tokenizer import load_tokenizer
+from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
-from spiralformer.train.corpus import ReadOptions, find_sources, read_documents
-from spiralformer.train.data import open_split
-from spiralformer.train.prepare import MANIFEST
-from spiralformer.train.tokenizer import load_tokenizer
 
 CHARACTERS = 16 << 20  # of a text that are looked at, unless more are needed
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spiralformer.config import SpiralConfig
+from spiralformer.data.prepare import Recipe, prepare
+from spiralformer.data.sources import find_sources
+from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
 from spiralformer.study import spec
 from spiralformer.study.judge import (
@@ -22,11 +25,8 @@ from spiralformer.study.judge import (
 from spiralformer.study.lab import Lab, Run, data_identity
 from spiralformer.study.spec import Row, Scale, Study
 from spiralformer.study.tune import Tuned, next_rate, settled
-from spiralformer.train.corpus import find_sources
-from spiralformer.train.data import open_split
-from spiralformer.train.prepare import Recipe, prepare
-from spiralformer.train.report import duration
-from spiralformer.train.settings import TrainConfig
+from spiralformer.train.config import TrainConfig
+from spiralformer.train.log import duration
 
 VALID_FRACTION = 0.05  # of the embedded corpus
 

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from spiralformer.accounting import training_flops_per_token
-from spiralformer.checkpoint import read_json
+from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
+from spiralformer.model_folder import read_json
 from spiralformer.train.checkpoint import RunFolder, write_json, writing
-from spiralformer.train.data import open_split
-from spiralformer.train.report import Console, duration, read_metrics
-from spiralformer.train.settings import TrainConfig
+from spiralformer.train.config import TrainConfig
+from spiralformer.train.log import Console, duration, read_metrics
 
 GUESSED_RATE = 35e9  # FLOP/s of a core, before anything is measured
 MARKS = 1024  # steps over which the order of the data is recorded

@@ -1,2 +1,1 @@
-"""Training: text to token shards (`corpus`, `tokenizer`, `shards`, `prepare`), shards to batches
-(`data`), and the loop with its optimiser and checkpoints."""
+"""Pretraining: the recipe, the loop, and a run's folder with its checkpoints."""

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from spiralformer.errors import UserError
-from spiralformer.train.processes import Processes
+from spiralformer.train.distributed import Processes
 
 STATE, FILES, METADATA = "state.json", "files.json", ".metadata"
 PART = ".part"

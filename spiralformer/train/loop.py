@@ -31,26 +31,26 @@ from torch import Tensor, nn
 
 import spiralformer
 from spiralformer.accounting import parameters, training_flops_per_token
-from spiralformer.checkpoint import read_json, save_model
+from spiralformer.data.prepare import MANIFEST
+from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
+from spiralformer.data.windows import IGNORED, Split, TokenDataset, open_split, read_texts
 from spiralformer.decode.generate import Sampling, generate
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model.precision import has_fast_bfloat16
-from spiralformer.train import report
+from spiralformer.model_folder import read_json, save_model
+from spiralformer.train import log as report
 from spiralformer.train.checkpoint import Checkpoints, RunFolder, read_state, write_json, writing
-from spiralformer.train.data import IGNORED, Split, TokenDataset, open_split, read_texts
-from spiralformer.train.optim import learning_rate, make_optimizer, update
-from spiralformer.train.prepare import MANIFEST
-from spiralformer.train.processes import (
+from spiralformer.train.config import TrainConfig
+from spiralformer.train.distributed import (
     Processes,
     accumulating,
     spread,
     start_processes,
     whole_model,
 )
-from spiralformer.train.report import Console, Metrics, Record
-from spiralformer.train.settings import TrainConfig
-from spiralformer.train.tokenizer import TextTokenizer, load_tokenizer
+from spiralformer.train.log import Console, Metrics, Record
+from spiralformer.train.optim import learning_rate, make_optimizer, update
 
 RESUME = ("auto", "must", "never")
 LARGEST_MICRO_BATCH = 8  # where the configuration does not say

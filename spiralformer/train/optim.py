@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from spiralformer.train.settings import Optim
+from spiralformer.train.config import Optim
 
 
 def make_optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:

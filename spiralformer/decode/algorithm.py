@@ -24,7 +24,7 @@ from spiralformer.decode.state import (
     run_stack,
 )
 from spiralformer.model import SpiralFormer
-from spiralformer.model.layers import Stack, look_up, pick
+from spiralformer.model.blocks import Stack, look_up, pick
 from spiralformer.model.precision import used_again
 
 

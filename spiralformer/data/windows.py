@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spiralformer.data.prepare import MANIFEST, read_manifest
+from spiralformer.data.shards import Shard, TokenStream, find_shards
+from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.errors import UserError
-from spiralformer.train.prepare import MANIFEST, read_manifest
-from spiralformer.train.shards import Shard, TokenStream, find_shards
-from spiralformer.train.tokenizer import load_tokenizer
 
 IGNORED = -100  # as in torch's cross_entropy
 

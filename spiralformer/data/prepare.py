@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from spiralformer.data.shards import Shard, ShardWriter, find_shards, finish_shards
+from spiralformer.data.sources import ReadOptions, Source, parse_cut, read_documents
+from spiralformer.data.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from spiralformer.errors import UserError
-from spiralformer.train.corpus import ReadOptions, Source, parse_cut, read_documents
-from spiralformer.train.shards import Shard, ShardWriter, find_shards, finish_shards
-from spiralformer.train.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
 SPLITS = ("train", "valid")
 MANIFEST = "manifest.json"

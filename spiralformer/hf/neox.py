@@ -23,15 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spiralformer.checkpoint import (
+from spiralformer.config import ConfigError, SpiralConfig
+from spiralformer.model import SpiralFormer
+from spiralformer.model_folder import (
     WEIGHTS,
     CheckpointError,
     load_weights,
     read_json,
     tokenizer_files,
 )
-from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.model import SpiralFormer
 
 MODEL_TYPE = "gpt_neox"
 TORCH_WEIGHTS = "pytorch_model.bin"

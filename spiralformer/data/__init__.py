@@ -1,0 +1,1 @@
+"""Text to token shards, and the windows that training reads from them."""

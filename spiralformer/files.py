@@ -1,0 +1,180 @@
+"""Reading and writing files: never half a file, never two writers, errors to act on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spiralformer.errors import UserError
+
+PART = ".part"  # ends the name of what is not complete yet
+
+
+# ---------------------------------------------------------------------------- writing
+
+
+@contextlib.contextmanager
+def writing(path: str | Path, note: str = "") -> Iterator[None]:
+    """What the system says against writing becomes a UserError; `note` is added to it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: cannot be written: {error.strerror or error}"
+            f"{note and '; ' + note}"
+        ) from None
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A path to write to, beside `path`, that takes its place when complete: whoever reads sees the
+    old file or the new one, whatever stops us."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}{PART}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield part
+            _sync(part)
+            os.replace(part, path)
+            _sync(path.parent)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    with replacing(path) as part:
+        part.write_bytes(content)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to fill, that takes its name when complete. Another's work is never overwritten,
+    unless it is ours to `replace`."""
+    folder = Path(folder)
+    part, old = (folder.with_name(f".{folder.name}{end}") for end in (PART, ".old"))
+    if not replace:
+        require_free(folder)
+    with writing(folder):
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            yield part
+            if folder.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                folder.rename(old)
+            part.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def require_free(folder: str | Path) -> None:
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists already; choose another name or remove it first")
+
+
+def _sync(path: Path) -> None:
+    """A rename lasts when what it names, and the folder that holds the name, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UserError(f"{path}: cannot be read: {reason}") from None
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object that a file holds."""
+    try:
+        content = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return content
+
+
+def digest(content: Any) -> str:
+    """Sixteen hexadecimal digits that stand for a file (a Path), bytes, or what JSON can say."""
+    if isinstance(content, Path):
+        with open(content, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    if not isinstance(content, bytes):
+        content = json.dumps(content, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------- one at a time
+
+
+@contextlib.contextmanager
+def locked(path: str | Path, doing: str, remedy: str, timeout: float = 0) -> Iterator[None]:
+    """Holds the lock file `path`. The system lets go of it when this process ends, however it does.
+
+    Where another process has it for longer than `timeout` seconds: "process 7 on host is `doing`
+    here; `remedy`"."""
+    from filelock import FileLock, Timeout
+
+    path = Path(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path, timeout=timeout)
+        try:
+            lock.acquire()
+        except Timeout:
+            holder = ""
+            with contextlib.suppress(OSError):
+                holder = path.read_text(encoding="utf-8").strip()
+            raise UserError(
+                f"{path.parent}: {holder or 'another process'} is {doing} here; {remedy}"
+            ) from None
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cache_folder() -> Path:
+    """Where this user's caches of this package live; nobody else may write there."""
+    home = Path.home()
+    base = {"darwin": home / "Library" / "Caches", "win32": home / "AppData" / "Local"}.get(
+        sys.platform, Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    )
+    folder = base / "spiralformer"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+            raise UserError(f"{folder}: belongs to another user; set XDG_CACHE_HOME to your own")
+    return folder
