@@ -24,10 +24,9 @@ from spiralformer.errors import UserError
 from spiralformer.study import judge, lab, report, spec
 from spiralformer.study.conduct import Results, conduct
 from spiralformer.study.judge import NOISY, NOT_RUN, NOT_SEEN, SEEN, Found
-from spiralformer.study.lab import Lab, carry_out
+from spiralformer.study.lab import Console, Lab, carry_out
 from spiralformer.study.spec import SCALES
 from spiralformer.study.tune import next_rate, settled
-from spiralformer.train.log import Console
 from tests.training import write_text
 
 STUDY = {

@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     from spiralformer.study import report, spec
     from spiralformer.study.conduct import conduct
-    from spiralformer.study.lab import Lab
-    from spiralformer.train.log import Console
+    from spiralformer.study.lab import Console, Lab
 
     scale = spec.scale_named(args.scale)
     if args.budget:

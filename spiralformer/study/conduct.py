@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spiralformer.config import SpiralConfig
+from spiralformer.console import duration
 from spiralformer.data.prepare import Recipe, prepare
 from spiralformer.data.sources import find_sources
 from spiralformer.data.windows import open_split
@@ -26,7 +27,6 @@ from spiralformer.study.lab import Lab, Run, data_identity
 from spiralformer.study.spec import Row, Scale, Study
 from spiralformer.study.tune import Tuned, next_rate, settled
 from spiralformer.train.config import TrainConfig
-from spiralformer.train.log import duration
 
 VALID_FRACTION = 0.05  # of the embedded corpus
 

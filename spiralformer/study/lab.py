@@ -14,11 +14,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -32,12 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from spiralformer.accounting import training_flops_per_token
+from spiralformer.console import duration
 from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
+from spiralformer.files import write_json, writing
 from spiralformer.model_folder import read_json
-from spiralformer.train.checkpoint import RunFolder, write_json, writing
 from spiralformer.train.config import TrainConfig
-from spiralformer.train.log import Console, duration, read_metrics
+from spiralformer.train.log import read_metrics
+from spiralformer.train.run import RunFolder
 
 GUESSED_RATE = 35e9  # FLOP/s of a core, before anything is measured
 MARKS = 1024  # steps over which the order of the data is recorded
@@ -45,6 +49,41 @@ FORKS = multiprocessing.get_context("forkserver")
 BUSY = 75  # exit code: another process is at this run
 
 Record = dict[str, Any]
+
+
+class Console:
+    """Lines to stderr. On a terminal the last one is rewritten; elsewhere progress is a new line
+    every ten seconds."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.live = not quiet and sys.stderr.isatty()
+        self.interval = 0.1 if self.live else 10.0
+        self.shown_at = -math.inf
+        self.open = False  # whether a line is being rewritten
+
+    def progress(self, text: str, *, always: bool = False) -> None:
+        now = time.monotonic()
+        if self.quiet or (now - self.shown_at < self.interval and not always):
+            return
+        self.shown_at = now
+        if self.live:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns
+            print(f"\r{text[: width - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
+            self.open = True
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        if self.quiet:
+            return
+        self.close()
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.open:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.open = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +124,7 @@ def data_identity(path: str | Path) -> str:
 def carry_out(cache: Path, run: Run) -> Record:
     """Trains to the end, from a checkpoint if there is one; the record is the last thing written.
     In the process that calls it."""
-    from spiralformer.train.loop import train
+    from spiralformer.train import train
 
     folder = RunFolder(cache / run.key)
     config = run.config.override({"out": str(folder.path)})
@@ -112,7 +151,7 @@ def carry_out(cache: Path, run: Run) -> Record:
 def data_order(config: TrainConfig) -> dict[str, str]:
     """Digests of the windows trained on: of all those up to steps 1, 2, 4, …, and of the last
     step's. Two runs whose common entries agree saw the same data in the same order."""
-    from spiralformer.train.loop import Corpus
+    from spiralformer.train.run import Corpus
 
     data, marks, seen = Corpus.open(config).train, {}, hashlib.sha256()
     for step in range(min(config.steps, MARKS)):
@@ -146,7 +185,7 @@ def _child(cache: Path, run: Run, threads: int) -> None:
     then asks for an end in good order."""
     import torch
 
-    from spiralformer.train.loop import Interrupted
+    from spiralformer.train import Interrupted
 
     os.setpgrp()
     threading.Thread(target=_end_with_parent, daemon=True).start()
