@@ -23,10 +23,12 @@ from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
 from spiralformer.study import page, spec, stats
 from spiralformer.study.compare import compare
+from spiralformer.study.corpus import open_corpus
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
-from spiralformer.study.run import Run, RunPool, StudyRuns, open_data
+from spiralformer.study.run import Run, RunPool, StudyRuns
 from spiralformer.study.spec import SCALES, Claim
 from spiralformer.study.stats import NO_VERDICT, NOT_SEEN, SEEN, UNDECIDED
+from spiralformer.train.run import Corpus
 
 STUDY = {
     "title": "Two families",
@@ -62,7 +64,7 @@ def write_study(folder: Path, fields: dict) -> str:
 
 def study_runs(path: str, corpus: str, cache: Path, **changes) -> StudyRuns:
     study = spec.load(path, "tiny", **changes)
-    return StudyRuns.of(study, cache, RunPool(jobs=0, quiet=True), corpus=corpus)
+    return StudyRuns.of(study, cache, RunPool(jobs=2, quiet=True), file=corpus)
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +88,19 @@ def results(records: Records) -> list:
 # ---------------------------------------------------------------------------- going on
 
 
-@pytest.mark.parametrize("moment", [1, 4])
+@pytest.mark.parametrize("moment", [1, 2])
 def test_a_study_interrupted_and_started_again_gives_the_same_records(
-    whole, corpus, tmp_path, monkeypatch, moment
+    whole, corpus, tmp_path, moment
 ):
-    begun: list[Path] = []
-    carry_out = Run.carry_out
+    finished = iter(range(1, 10))
 
-    def interrupted(run: Run):
-        begun.append(run.folder)
-        if len(begun) == moment:
+    def interrupt() -> None:
+        if next(finished) == moment:
             raise KeyboardInterrupt
-        return carry_out(run)
 
     runs = study_runs(write_study(tmp_path, STUDY), corpus, tmp_path / "cache")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "carry_out", interrupted)
-        runs.conduct()
+    with pytest.raises(KeyboardInterrupt):
+        runs.conduct(interrupt)
     runs.conduct()
     assert results(runs.records()) == results(whole[1])
 
@@ -111,8 +109,8 @@ def test_a_finished_study_trains_nothing_and_another_shares_its_runs(
     whole, corpus, tmp_path, monkeypatch
 ):
     _, records, folder = whole
-    trained: list[str] = []
-    monkeypatch.setattr(RunPool, "_here", lambda pool, due, progress: trained.extend(due))
+    trained: list[Run] = []
+    monkeypatch.setattr(RunPool, "_carried_out", lambda pool, due: trained.extend(due) or ())
     again = study_runs(str(folder / "two.yaml"), corpus, folder / "cache")
     again.conduct()
     assert results(again.records()) == results(records)
@@ -124,29 +122,36 @@ def test_a_finished_study_trains_nothing_and_another_shares_its_runs(
     assert [run.config.seed for run in trained] == [2]
 
 
-def test_a_run_that_fails_does_not_lose_the_others_and_is_tried_again(
-    whole, corpus, tmp_path, monkeypatch
-):
-    carry_out = Run.carry_out
-
-    def unlucky(run: Run):
-        if run.label.startswith("spiral-b-mesh") and run.config.seed == 1:
-            raise UserError("no luck")
-        return carry_out(run)
-
-    path = write_study(tmp_path, STUDY)
-    runs = study_runs(path, corpus, tmp_path / "cache")
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "carry_out", unlucky)
-        runs.conduct()
-        records = runs.records()
+def test_a_run_that_fails_does_not_lose_the_others_and_is_tried_again(whole, corpus, tmp_path):
+    runs = study_runs(write_study(tmp_path, STUDY), corpus, tmp_path / "cache")
+    taken = runs.row_run(runs.study.rows[1], 4e-3, 1).folder
+    taken.parent.mkdir(parents=True)
+    taken.write_text("not a folder")
+    runs.conduct()
+    records = runs.records()
     assert [len(row.runs) for row in records.rows] == [2, 1]
-    assert records.rows[1].failures == {1: "no luck"}
+    assert list(records.rows[1].failures) == [1]
+    assert str(taken) in records.rows[1].failures[1]
     assert records.unfinished == 1
-    assert "no luck" in page.markdown(records, ["families.png"])
-    again = study_runs(path, corpus, tmp_path / "cache")
-    again.conduct()
-    assert results(again.records()) == results(whole[1])
+    assert "seed 1 failed" in page.markdown(records, ["families.png"])
+    taken.unlink()
+    runs.conduct()
+    assert results(runs.records()) == results(whole[1])
+
+
+def test_two_studies_at_once_in_one_cache_share_their_runs(whole, corpus, tmp_path):
+    """Whoever comes second to a run waits for it."""
+    command = study_command(tmp_path, corpus)
+    both = [
+        subprocess.Popen(
+            [*command, "--out", str(tmp_path / out)], stderr=subprocess.PIPE, text=True
+        )
+        for out in ("one", "other")
+    ]
+    for process, out in zip(both, ("one", "other"), strict=True):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert results(Records.read(tmp_path / out)) == results(whole[1])
 
 
 def test_a_cache_that_holds_another_run_is_refused(whole, corpus):
@@ -158,12 +163,15 @@ def test_a_cache_that_holds_another_run_is_refused(whole, corpus):
         other.carry_out()
 
 
+def study_command(folder: Path, corpus: str) -> list[str]:
+    path, cache = write_study(folder, STUDY), str(folder / "cache")
+    command = [sys.executable, "-m", "spiralformer.cli", "study", path, "--scale", "tiny"]
+    return [*command, "--corpus", corpus, "--cache", cache, "--jobs", "2"]
+
+
 def test_children_stop_in_good_order_and_the_same_command_goes_on(whole, corpus, tmp_path):
     """Two processes side by side, SIGTERM in the middle of it, then to the end."""
-    path = write_study(tmp_path, STUDY)
-    command = [sys.executable, "-m", "spiralformer.cli", "study", path, "--scale", "tiny"]
-    command += ["--corpus", corpus, "--cache", str(tmp_path / "cache"), "--jobs", "2"]
-    command += ["--out", str(tmp_path / "out")]
+    command = [*study_command(tmp_path, corpus), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not list((tmp_path / "cache").glob("*/*/metrics.jsonl")) and time.monotonic() < deadline:
@@ -181,7 +189,7 @@ def test_children_stop_in_good_order_and_the_same_command_goes_on(whole, corpus,
 
 
 def test_a_corpus_is_cut_in_order_and_a_token_is_a_byte(corpus, tmp_path, whole):
-    data, text = open_data("", corpus, tmp_path), gzip.open(corpus).read()
+    data, text = open_corpus("", corpus, tmp_path), gzip.open(corpus).read()
     folder, cuts = Path(data.train).parent, [round(len(text) * part) for part in (0.9, 0.95, 1)]
     for split, start, stop in zip(("train", "valid", "test"), [0, *cuts], cuts, strict=False):
         stream = open_split(folder / split).stream
@@ -197,8 +205,6 @@ def test_families_see_the_same_data_in_the_same_order_and_seeds_do_not(whole):
     for row in runs.study.rows:
         for seed in range(2):
             config = runs.row_run(row, 4e-3, seed).config
-            from spiralformer.train.loop import Corpus
-
             data = Corpus.open(config).train
             samples = range(config.steps * config.batch)
             orders[row.name, seed] = [data.window_of(sample) for sample in samples]
@@ -477,7 +483,7 @@ def test_every_study_is_drawn_byte_for_byte_from_its_records(name, tmp_path):
         claims=study.claims,
         figure=study.file.figure,
         reference=study.reference,
-        sweeps={family: BRACKETED for family in study.families},
+        sweeps=dict.fromkeys(study.families, BRACKETED),
     )
     written = page.write(records, tmp_path / "one")
     assert {path.suffix for path in written} == {".json", ".md", ".csv", ".html", ".png"}
@@ -540,7 +546,7 @@ def test_a_dry_run_trains_nothing_and_says_how_long_it_may_take(corpus, tmp_path
         (["mian"], "unknown study 'mian'"),
         (["main", "--scale", "huge"], "unknown scale 'huge'"),
         (["main", "--seeds", "0"], "--seeds 0"),
-        (["main", "--jobs", "-1"], "--jobs -1"),
+        (["main", "--jobs", "0"], "--jobs 0"),
         (["main", "--budget", "lots"], "--budget 'lots'"),
         (["main", "--budget", "7"], "less than one step"),
         (["main", "--only", "nothing"], "matches no row"),
@@ -565,7 +571,7 @@ def test_bad_input_is_said_before_any_work(arguments, said, tmp_path, monkeypatc
     [
         ({"rows": ["spiral-c-mesh"]}, "rows[0].family 'spiral-c-mesh'"),
         ({"rows": [{"family": "looped-mesh", "chnage": "mean"}]}, "did you mean 'change'"),
-        ({"rows": [{"family": "spiral-b-mesh", "change": "mode"}]}, "change 'mode' is unknown"),
+        ({"rows": [{"family": "spiral-b-mesh", "change": "mode"}]}, "rows[0].change 'mode'"),
         ({"rows": []}, "rows"),
         ({"sweeps": {}}, "did you mean 'sweep'"),
         ({"sweep": {"lrs": ["fast"]}}, "sweep.lrs[0] 'fast'"),

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="runs side by side, the cores shared between them (%(default)s); 0: in this process",
+        help="runs side by side, the cores shared between them (%(default)s)",
     )
     add("--out", type=Path, metavar="DIR", help="tables and figures; default: runs/studies/NAME")
     add(
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.jobs < 0:
-        raise UserError(f"--jobs {args.jobs}: at least 0 is needed")
+    if args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs}: at least 1 is needed")
     if args.tasks and args.data_dir is None:
         raise UserError("--tasks needs --data-dir DIR, as `spiralformer eval` does")
     if args.data and args.corpus:
@@ -92,7 +92,7 @@ def _conduct(args: argparse.Namespace) -> int:
     from spiralformer.study.run import RunPool, StudyRuns
 
     pool = RunPool(args.jobs, args.quiet)
-    runs = StudyRuns.of(study, args.cache, pool, folder=args.data, corpus=args.corpus)
+    runs = StudyRuns.of(study, args.cache, pool, folder=args.data, file=args.corpus)
     if args.dry_run:
         _, due = runs.plan()
         for planned in due:
@@ -103,8 +103,11 @@ def _conduct(args: argparse.Namespace) -> int:
         if not args.quiet:
             runs.announce()
         with _stopping_in_good_order():
-            runs.conduct()
+            runs.conduct(lambda: runs.records().write(_out(args)))
     records = runs.records()
+    if not any(row.runs for row in records.rows):
+        reason = next((text for row in records.rows for text in row.failures.values()), "not begun")
+        raise UserError(f"no run of {study.name} is finished in {args.cache}: {reason}")
     code = _written(args, records)
     if args.tasks:
         from spiralformer.cli import main

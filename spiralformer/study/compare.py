@@ -10,9 +10,9 @@ from spiralformer.console import count
 from spiralformer.errors import UserError
 from spiralformer.files import read_json
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
-from spiralformer.study.run import Run, machine, record_of
+from spiralformer.study.run import Run, machine
 from spiralformer.study.spec import Claim
-from spiralformer.train.config import TrainConfig
+from spiralformer.train import TrainConfig
 
 
 def compare(folders: Sequence[Path]) -> Records:
@@ -27,7 +27,7 @@ def compare(folders: Sequence[Path]) -> Records:
         fields = {**read_json(folder / "result.json")["config"], "out": str(folder)}
         run = Run(folder.name, TrainConfig.from_dict(fields))
         key = json.dumps([fields["model"], run.config.steps, run.config.batch, run.config.length])
-        groups.setdefault(key, []).append((run, record_of(run)))
+        groups.setdefault(key, []).append((run, run.record()))
     rows: list[RowRecord] = []
     sweeps: dict[str, SweepRecord] = {}
     for members in groups.values():

@@ -1,31 +1,28 @@
 """The runs of a study: calls of `train`, which is locked, resumable and idempotent by itself.
 
-    CACHE/data/NAME      token shards
-    CACHE/NAME/RUN       the folder of a run, named after what the study chose for it
+    CACHE/data/CORPUS    token shards
+    CACHE/CORPUS/RUN     the folder of a run, named after what the study chose for it
 
 Studies share a cache: a run that another study has finished is read, not made again."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import platform
 import shutil
 import signal
+import sys
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -34,82 +31,17 @@ from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import SpiralConfig
 from spiralformer.console import Progress, count, duration, say
 from spiralformer.errors import UserError
-from spiralformer.files import new_folder, read_json, writing
+from spiralformer.files import locked, read_json
 from spiralformer.study import spec
+from spiralformer.study.corpus import Corpus, open_corpus, tokens_are_bytes
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.spec import Row, Study
-from spiralformer.train.config import TrainConfig
+from spiralformer.train import TrainConfig, read_metrics
 
-SPLITS = {"train": 0.9, "valid": 0.05, "test": 0.05}  # of a file; those of enwik8
-VALID_FRACTION = 0.05  # of the embedded corpus
 FORKS = multiprocessing.get_context("forkserver")
 STARTUP = 3.0  # seconds of a run that are not training: its process, its model, its files
-GUESSED_RATE = 60e9  # FLOP/s of a core, where none was measured
-
-
-# ---------------------------------------------------------------------------- data
-
-
-@dataclass(frozen=True)
-class Data:
-    """Shards of tokens, and the folder's name in the cache."""
-
-    name: str
-    train: str
-    valid: str
-
-    @cached_property
-    def vocab_size(self) -> int | None:
-        from spiralformer.data.windows import open_split
-
-        if tokens_are_bytes(self.train):
-            return spec.BYTES
-        known = open_split(self.train, "train").vocab_size
-        return None if known is None else -(-known // 64) * 64
-
-
-def open_data(folder: str, corpus: str, cache: Path) -> Data:
-    """The shards of `folder`, of the bytes of the file `corpus`, or of the embedded corpus."""
-    if folder:
-        if not Path(folder).is_dir():
-            raise UserError(f"--data {folder}: no such folder; `spiralformer data` makes one")
-        return Data(Path(folder).resolve().name, folder, folder)
-    if corpus:
-        name = Path(corpus).name.removesuffix(".gz")
-        made = cache / "data" / name
-        if not made.exists():
-            _split_file(Path(corpus), made)
-        return Data(name, str(made / "train"), str(made / "valid"))
-    from spiralformer.data.prepare import Recipe, prepare
-    from spiralformer.data.sources import find_sources
-
-    made = cache / "data" / "stdlib"
-    made.parent.mkdir(parents=True, exist_ok=True)
-    prepare(find_sources(["stdlib"]), made, Recipe(bytes=True, valid_fraction=VALID_FRACTION))
-    return Data("stdlib", str(made), str(made))
-
-
-def _split_file(file: Path, folder: Path) -> None:
-    """The bytes of a file in order, a folder of shards for each split: a token is a byte."""
-    from spiralformer.data.shards import write_index
-    from spiralformer.data.tokenizer import byte_tokenizer
-
-    try:
-        content = gzip.open(file).read() if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"--corpus {file}: cannot be read: {error}") from None
-    ends = np.round(np.cumsum(list(SPLITS.values())) * len(content)).astype(int)
-    with new_folder(folder) as part:
-        for split, end, start in zip(SPLITS, ends, [0, *ends], strict=False):
-            byte_tokenizer().save(part / split)
-            (part / split / f"{split}.bin").write_bytes(content[start:end])
-            write_index(part / split / f"{split}.idx", np.array([end - start]), np.dtype(np.uint8))
-
-
-def tokens_are_bytes(folder: str) -> bool:
-    from spiralformer.data.windows import open_split
-
-    return all(array.dtype == np.uint8 for array in open_split(folder, "train").stream.arrays)
+GUESSED_RATE = 60e9  # FLOP/s of a model that is too large to try
+POINTS = 8  # validations of a run
 
 
 # ---------------------------------------------------------------------------- one run
@@ -127,6 +59,10 @@ class Run:
         return Path(self.config.out)
 
     @property
+    def finished(self) -> bool:
+        return (self.folder / "result.json").is_file()
+
+    @property
     def flops(self) -> float:
         """Training, and validations, each a third of it for a token."""
         config = self.config
@@ -134,130 +70,121 @@ class Run:
         tokens = config.steps * config.batch * config.length + checks * config.valid.tokens / 3
         return tokens * training_flops_per_token(config.model, config.length)
 
-    @property
-    def finished(self) -> bool:
-        return (self.folder / "result.json").is_file()
-
-    @property
-    def failure(self) -> str:
-        """Why the last attempt failed."""
-        path = self.folder / "failed.txt"
-        return path.read_text(encoding="utf-8") if path.exists() and not self.finished else ""
-
     def carry_out(self) -> dict[str, Any]:
         """The contents of result.json, trained for where it is not there."""
-        from spiralformer.train.loop import train
+        from spiralformer.train import train
 
-        try:
-            result = train(self.config, quiet=True).record
-        except Exception as error:
-            reason = (
-                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            )
-            if self.folder.is_dir() and not self.finished:
-                (self.folder / "failed.txt").write_text(reason, encoding="utf-8")
-            raise
-        (self.folder / "failed.txt").unlink(missing_ok=True)
+        if not self.finished:  # another study may be at it
+            with locked(self.folder / "lock", "training", "wait for it", timeout=-1):
+                pass
+        result = train(self.config, quiet=True).record
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of no use any more
         return result
 
-    def metrics(self) -> Iterator[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:  # the last line, while it is written
-                return
+    def record(self) -> RunRecord:
+        """Of a finished run."""
+        result, metrics = self.carry_out(), read_metrics(self.folder / "metrics.jsonl")
+        record = RunRecord.of(result, metrics)
+        if record.bits_per_byte is None and tokens_are_bytes(self.config.data.path):
+            return record.model_copy(update={"bits_per_byte": record.loss / math.log(2)})
+        return record
 
-
-def record_of(run: Run) -> RunRecord:
-    result = run.carry_out()
-    record = RunRecord.of(result, run.metrics())
-    if record.bits_per_byte is None and tokens_are_bytes(run.config.data.path):
-        return record.model_copy(update={"bits_per_byte": record.loss / math.log(2)})
-    return record
+    def last_line(self) -> dict[str, Any] | None:
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        return next((line for line in reversed(lines) if line["kind"] == "train"), None)
 
 
 # ---------------------------------------------------------------------------- many runs
 
 
+class Child(NamedTuple):
+    run: Run
+    process: BaseProcess
+    reasons: Connection  # gives why it failed
+
+
 @dataclass
 class RunPool:
-    """Carries out runs, `jobs` side by side, each in a process and with its share of the cores.
-    Without jobs they are trained in this process, one by one."""
+    """Carries out runs, `jobs` side by side, each in a process and with its share of the cores."""
 
     jobs: int = 1
     quiet: bool = False
-    failures: dict[Path, str] = field(default_factory=dict)  # of this process's attempts
+    failures: dict[Path, str] = field(default_factory=dict)  # by folder
 
-    def run(self, runs: Sequence[Run], label: str) -> None:
-        """All that are not finished. One that fails is noted, and the others go on."""
+    def run(
+        self, runs: Sequence[Run], label: str, after: Callable[[], object] = lambda: None
+    ) -> None:
+        """All that are not finished; `after` each. One that fails is noted, and others go on."""
         due = list({run.folder: run for run in runs if not run.finished}.values())
         if not due:
             return
-        total = sum(run.flops for run in due) / 1e12
+        total, over = sum(run.flops for run in due) / 1e12, list[Run]()
         with Progress(label, total, "TFLOP", shown=not self.quiet) as progress:
-            self._here(due, progress) if self.jobs == 0 else self._beside(due, progress)
+            for ended, active in self._carried_out(due):
+                if ended is not None:
+                    over.append(ended)
+                    progress.say(f"{ended.label}: {self._outcome(ended)}")
+                    after()
+                done = sum(run.flops for run in over)
+                notes = [f"{len(over)}/{count(len(due), 'run')}"]
+                for run in active:
+                    if line := run.last_line():
+                        done += run.flops * line["step"] / run.config.steps
+                        notes.append(f"{run.label} {line['loss'] or math.nan:.3f}")
+                progress.update(done / 1e12, "  ".join(notes))
 
-    def failure(self, run: Run) -> str:
-        return self.failures.get(run.folder, "") or run.failure
+    def _outcome(self, run: Run) -> str:
+        if run.folder in self.failures:
+            return f"failed: {self.failures[run.folder]}"
+        return f"loss {read_json(run.folder / 'result.json')['valid']['loss']:.4f}"
 
-    def _here(self, due: list[Run], progress: Progress) -> None:
-        for run in due:
-            try:
-                run.carry_out()
-            except Exception as error:
-                self.failures[run.folder] = str(error)
-            self._told(run, due, [], progress)
-
-    def _beside(self, due: list[Run], progress: Progress) -> None:
+    def _carried_out(self, due: Sequence[Run]) -> Iterator[tuple[Run | None, list[Run]]]:
+        """The run that has come to an end, or None every second, and those that are under way."""
         FORKS.set_forkserver_preload(["spiralformer.train.loop"])
-        threads = max(1, (os.cpu_count() or 1) // self.jobs)
-        waiting, active = deque(due), dict[BaseProcess, Run]()
+        waiting, active = deque(due), list[Child]()
         try:
             while waiting or active:
                 while waiting and len(active) < self.jobs:
-                    run = waiting.popleft()
-                    child = FORKS.Process(target=_child, args=(run, threads))
-                    child.start()
-                    active[child] = run
-                multiprocessing.connection.wait([p.sentinel for p in active], timeout=1)
-                for process in [p for p in active if not p.is_alive()]:
-                    run = active.pop(process)
-                    if not run.finished:
-                        ended = f"its process ended with code {process.exitcode}"
-                        self.failures[run.folder] = run.failure or ended
-                    self._told(run, due, list(active.values()), progress)
-                self._told(None, due, list(active.values()), progress)
-        except BaseException:
-            progress.say("stopping: the runs finish their steps and save")
-            for process in active:
-                process.terminate()
-            for process in active:
-                process.join()
-            raise
+                    active.append(self._start(waiting.popleft()))
+                wait([child.process.sentinel for child in active], timeout=1)
+                ended = next((child for child in active if not child.process.is_alive()), None)
+                if ended is not None:
+                    active.remove(ended)
+                    self._note(ended)
+                yield ended and ended.run, [child.run for child in active]
+        finally:
+            if active:
+                say("stopping: the runs finish their steps and save")
+            for child in active:
+                child.process.terminate()
+            for child in active:
+                child.process.join()
 
-    def _told(self, run: Run | None, due: list[Run], active: list[Run], progress: Progress) -> None:
-        over = [r for r in due if r.finished or r.folder in self.failures]
-        done, notes = sum(r.flops for r in over), [f"{len(over)}/{count(len(due), 'run')}"]
-        for other in active:
-            if other not in over:
-                lines = [line for line in other.metrics() if line["kind"] == "train"]
-                if lines:
-                    done += other.flops * lines[-1]["step"] / other.config.steps
-                    notes.append(f"{other.label} {lines[-1]['loss'] or math.nan:.3f}")
-        if run is not None:
-            reason = self.failures.get(run.folder)
-            loss = "" if reason else f"{read_json(run.folder / 'result.json')['valid']['loss']:.4f}"
-            progress.say(f"{run.label}: {f'failed: {reason}' if reason else f'loss {loss}'}")
-        progress.update(done / 1e12, "  ".join(notes))
+    def _start(self, run: Run) -> Child:
+        reasons, told = FORKS.Pipe(duplex=False)
+        threads = max(1, (os.cpu_count() or 1) // self.jobs)
+        process = FORKS.Process(target=_child, args=(run, threads, told))
+        process.start()
+        told.close()
+        return Child(run, process, reasons)
+
+    def _note(self, ended: Child) -> None:
+        self.failures.pop(ended.run.folder, None)
+        if not ended.run.finished:
+            reason = f"its process ended with code {ended.process.exitcode}"
+            try:
+                reason = ended.reasons.recv()
+            except EOFError:  # it did not live to tell
+                pass
+            self.failures[ended.run.folder] = " ".join(reason.split())
+        ended.reasons.close()
 
 
-def _child(run: Run, threads: int) -> None:
+def _child(run: Run, threads: int, reasons: Connection) -> None:
     """Ctrl-C reaches the parent alone, which then asks for an end in good order."""
     import torch
 
-    from spiralformer.train.loop import Interrupted
+    from spiralformer.train import Interrupted
 
     os.setpgrp()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -265,9 +192,10 @@ def _child(run: Run, threads: int) -> None:
     try:
         run.carry_out()
     except Interrupted as stop:
-        os._exit(128 + stop.signal)
-    except Exception:
-        os._exit(1)  # the reason is in the run's folder
+        sys.exit(128 + stop.signal)
+    except Exception as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        reasons.send(f"{kind}{error}")
 
 
 def _end_with_parent() -> None:
@@ -285,39 +213,37 @@ class StudyRuns:
     """Rows and sweeps as runs on one corpus."""
 
     study: Study
-    data: Data
+    corpus: Corpus
     cache: Path
     pool: RunPool
 
     @classmethod
     def of(
-        cls, study: Study, cache: Path, pool: RunPool, *, folder: str = "", corpus: str = ""
+        cls, study: Study, cache: Path, pool: RunPool, *, folder: str = "", file: str = ""
     ) -> StudyRuns:
-        with writing(cache):
-            cache.mkdir(parents=True, exist_ok=True)
-        data = open_data(folder, corpus, cache)
-        return cls(study.at(data.vocab_size or study.scale.vocab_size), data, cache, pool)
+        corpus = open_corpus(folder, file, cache)
+        return cls(study.at(corpus.vocab_size or study.scale.vocab_size), corpus, cache, pool)
 
     def run(self, name: str, model: SpiralConfig, steps: int, lr: float, seed: int) -> Run:
-        scale, every = self.study.scale, max(1, steps // 30)
+        scale, every = self.study.scale, max(1, steps // POINTS)
         lr = float(f"{lr:.4g}")
         title = f"{name}-d{model.hidden_size}-{steps}x{scale.batch}x{scale.length}"
         folder = f"{quote(title, safe=',+')}-lr{lr:g}-seed{seed}"
         config = TrainConfig.from_dict(
             {
                 "model": model.to_dict(),
-                "data": {"path": self.data.train, "valid": self.data.valid},
-                "out": str(self.cache / self.data.name / folder),
+                "data": {"path": self.corpus.train, "valid": self.corpus.valid},
+                "out": str(self.cache / self.corpus.name / folder),
                 "length": scale.length,
                 "batch": scale.batch,
                 "steps": steps,
                 "seed": seed,
                 "precision": scale.precision,
                 "optim": {"lr": lr, "warmup": scale.warmup},
-                "valid": {"every": 5 * every, "tokens": scale.valid_tokens},
+                "valid": {"every": every, "tokens": scale.valid_tokens},
                 "save": {"every": 0, "minutes": 2, "keep": 1},
                 "sample": {"tokens": 0},
-                "log": {"every": every, "tensorboard": False},
+                "log": {"every": max(1, every // 5), "tensorboard": False},
             }
         )
         return Run(f"{name}, lr {lr:g}, seed {seed}", config)
@@ -343,7 +269,7 @@ class StudyRuns:
                 run = self.sweep_run(family, lr)
                 if run.finished:
                     losses[lr] = run.carry_out()["valid"]["loss"]
-                elif self.pool.failure(run):
+                elif run.folder in self.pool.failures:
                     losses[lr] = None
                 else:
                     return SweepRecord(tried=sorted(losses.items()))
@@ -375,11 +301,11 @@ class StudyRuns:
                 if (lr := sweeps[row.tuned].chosen) is not None:
                     yield row, self.row_run(row, lr, seed)
 
-    def conduct(self) -> None:
-        """Carries out what is missing."""
+    def conduct(self, after: Callable[[], object] = lambda: None) -> None:
+        """Carries out what is missing; `after` is called each time that a row has one run more."""
         self.sweep()
         sweeps = {family: self.swept(family) for family in self.study.families}
-        self.pool.run([run for _, run in self.rows(sweeps)], self.study.name)
+        self.pool.run([run for _, run in self.rows(sweeps)], self.study.name, after)
 
     def records(self) -> Records:
         """Of what is finished."""
@@ -392,12 +318,9 @@ class StudyRuns:
                 failures[row.id][0] = f"no learning rate: no sweep of {row.tuned} is finished"
         for row, run in self.rows(sweeps):
             if run.finished:
-                runs[row.id].append(record_of(run))
-            elif reason := self.pool.failure(run):
-                failures[row.id][run.config.seed] = " ".join(reason.split())[:120]
-        if not any(runs.values()):
-            reasons = [text for row in failures.values() for text in row.values()]
-            raise UserError(f"no run of {study.name} is finished in {self.cache}: {reasons[:1]}")
+                runs[row.id].append(run.record())
+            elif reason := self.pool.failures.get(run.folder):
+                failures[row.id][run.config.seed] = reason[:120]
         made = Records(
             study=study.name,
             title=study.file.title,
@@ -434,7 +357,7 @@ class StudyRuns:
         matched = "tokens" if study.file.match == "tokens" else "training FLOPs"
         what = "bytes" if scale.vocab_size == spec.BYTES else "tokens"
         return (
-            f"Scale {study.scale_name} on {self.data.name}: width {scale.hidden_size}, context "
+            f"Scale {study.scale_name} on {self.corpus.name}: width {scale.hidden_size}, context "
             f"{scale.length}, {scale.tokens:,} {what} a run in batches of {scale.batch}, "
             f"{scale.precision}; {count(study.seeds, 'seed')}. Rows are matched by {matched}, by "
             "the order of the data and by the validation text."
@@ -457,12 +380,12 @@ class StudyRuns:
         """Seconds, starting included, at the speed of runs in the cache or of a short trial."""
         if not due:
             return 0.0
-        results = [read_json(p) for p in (self.cache / self.data.name).glob("*/result.json")]
+        results = [read_json(p) for p in (self.cache / self.corpus.name).glob("*/result.json")]
         rates = [result["flops_per_second"] for result in results if result["steps"] > 50]
         rate = float(np.median(rates)) if rates else _tried_rate(due[0].config, self.pool.jobs)
         work = sum(run.flops / rate + STARTUP for run in due)
         longest = max(run.flops / rate + STARTUP for run in due)
-        return max(work / max(1, self.pool.jobs), longest) + STARTUP
+        return max(work / self.pool.jobs, longest) + STARTUP
 
     def announce(self) -> None:
         study, (runs, due) = self.study, self.plan()
@@ -470,7 +393,7 @@ class StudyRuns:
         say(
             f"{len(due)} of {count(len(runs), 'run')} to do, "
             f"{sum(run.flops for run in due):.3g} FLOPs: about {duration(self.estimate(due))} "
-            f"with {count(max(1, self.pool.jobs), 'run')} at a time; where a sweep's best lies at "
+            f"with {count(self.pool.jobs, 'run')} at a time; where a sweep's best lies at "
             "its edge, more"
         )
 
@@ -484,7 +407,7 @@ def _tried_rate(config: TrainConfig, jobs: int) -> float:
     if config.model.hidden_size > 1024:
         return GUESSED_RATE
     length, threads = min(config.length, 512), torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, jobs)))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     try:
         model, ids = SpiralFormer(config.model), torch.zeros(2, length, dtype=torch.long)
         best = math.inf

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -151,13 +151,16 @@ Whole = Annotated[int, Field(ge=0)]
 Share = Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1)]
 
 
-def _family(value: str) -> str:
-    if value not in FAMILIES:
-        raise ValueError(f"{value!r} is unknown; choose one of {', '.join(FAMILIES)}")
-    return value
+def _one_of(names: Iterable[str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"{value!r} is unknown; choose one of {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
 
 
-Family = Annotated[str, AfterValidator(_family)]
+Family = Annotated[str, _one_of(FAMILIES)]
 
 
 class Fields(BaseModel):
@@ -204,11 +207,10 @@ class RowFields(Fields):
     family: Family
     name: str = ""
     label: str = ""
-    change: str = ""  # one of the paper's ablations
+    change: Annotated[str, _one_of(presets.ABLATIONS)] = ""  # one of the paper's ablations
     resolutions: str = ""
-    core: Share | None = None
-    set: dict[str, Any] = {}
-    tuned: Family | None = None
+    core: Share | None = None  # of the layers, in the core
+    set: dict[str, Any] = {}  # other fields of the model
 
     @property
     def called(self) -> str:
@@ -371,9 +373,6 @@ def _rows(file: StudyFile, scale: Scale) -> list[Row]:
 
 
 def _row(fields: RowFields, point: dict[str, float], match: str, scale: Scale) -> Row:
-    if fields.change and fields.change not in presets.ABLATIONS:
-        known = ", ".join(presets.ABLATIONS)
-        raise ConfigError(f"change {fields.change!r} is unknown; choose one of {known}")
     model, core = family_config(fields.family, scale, fields.change), None
     if fields.core is not None:
         core, model = _with_core(model, fields.core)
@@ -395,7 +394,7 @@ def _row(fields: RowFields, point: dict[str, float], match: str, scale: Scale) -
         name=fields.called,
         label=fields.label or FAMILIES[fields.family],
         model=model,
-        tuned=fields.tuned or fields.family,
+        tuned=fields.family,
         lr_factor=scale.hidden_size / model.hidden_size,
         steps=max(1, round(tokens / (scale.batch * scale.length))),
         point=point,
