@@ -189,7 +189,7 @@ def test_children_stop_in_good_order_and_the_same_command_goes_on(whole, corpus,
 
 
 def test_a_corpus_is_cut_in_order_and_a_token_is_a_byte(corpus, tmp_path, whole):
-    data, text = open_corpus("", corpus, tmp_path), gzip.open(corpus).read()
+    data, text = open_corpus("", corpus, tmp_path), gzip.decompress(Path(corpus).read_bytes())
     folder, cuts = Path(data.train).parent, [round(len(text) * part) for part in (0.9, 0.95, 1)]
     for split, start, stop in zip(("train", "valid", "test"), [0, *cuts], cuts, strict=False):
         stream = open_split(folder / split).stream
@@ -237,7 +237,7 @@ def test_matched_by_compute_means_within_a_step():
 
 
 def made_up(losses: dict[str, list[float]], *, steps: int = 400, claims=(), **fields) -> Records:
-    """Records of these losses in nats, one for each seed; a row is called family or family@point."""
+    """Records of these losses in nats, one for each seed."""
 
     def row(name: str, values: list[float]) -> RowRecord:
         runs = [

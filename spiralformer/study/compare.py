@@ -50,7 +50,7 @@ def compare(folders: Sequence[Path]) -> Records:
         sweeps=sweeps,
         claims=[
             Claim(says=says.format(name, first), source="", less=(name, first)) for name in others
-        ],  # fmt: skip
+        ],
     )
     try:
         check_matched(made)

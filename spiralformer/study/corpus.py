@@ -69,7 +69,8 @@ def _split_file(file: Path, folder: Path) -> None:
     from spiralformer.data.tokenizer import byte_tokenizer
 
     try:
-        content = gzip.open(file).read() if file.suffix == ".gz" else file.read_bytes()
+        content = file.read_bytes()
+        content = gzip.decompress(content) if file.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"--corpus {file}: cannot be read: {error}") from None
     ends = np.round(np.cumsum(list(SPLITS.values())) * len(content)).astype(int)

@@ -162,7 +162,8 @@ def for_terminal(records: Records) -> str:
     head, rows = cells(records)
     wanted = [k for k, name in enumerate(head) if name not in ("layout", "non-emb.")]
     wanted = [k for k in wanted if "paper" not in head[k]]
-    lines = [finding(records), "", table([head[k] for k in wanted], [[row[k] for k in wanted] for row in rows])]  # fmt: skip
+    shown = [[row[k] for k in wanted] for row in rows]
+    lines = [finding(records), "", table([head[k] for k in wanted], shown)]
     if records.figure == "power":
         lines.append(table(*power_cells(records), left=0))
     lines += [f"{v.word:>10}  {v.says}: {v.why}" for v in verdicts(records)]

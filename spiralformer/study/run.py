@@ -7,6 +7,7 @@ Studies share a cache: a run that another study has finished is read, not made a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import SpiralConfig
 from spiralformer.console import Progress, count, duration, say
 from spiralformer.errors import UserError
-from spiralformer.files import locked, read_json
+from spiralformer.files import read_json
 from spiralformer.study import spec
 from spiralformer.study.corpus import Corpus, open_corpus, tokens_are_bytes
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
@@ -71,13 +72,11 @@ class Run:
         return tokens * training_flops_per_token(config.model, config.length)
 
     def carry_out(self) -> dict[str, Any]:
-        """The contents of result.json, trained for where it is not there."""
+        """The contents of result.json, trained for where it is not there, by us or by another
+        study."""
         from spiralformer.train import train
 
-        if not self.finished:  # another study may be at it
-            with locked(self.folder / "lock", "training", "wait for it", timeout=-1):
-                pass
-        result = train(self.config, quiet=True).record
+        result = train(self.config, quiet=True, wait=True).record
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of no use any more
         return result
 
@@ -172,10 +171,8 @@ class RunPool:
         self.failures.pop(ended.run.folder, None)
         if not ended.run.finished:
             reason = f"its process ended with code {ended.process.exitcode}"
-            try:
+            with contextlib.suppress(EOFError):  # it did not live to tell
                 reason = ended.reasons.recv()
-            except EOFError:  # it did not live to tell
-                pass
             self.failures[ended.run.folder] = " ".join(reason.split())
         ended.reasons.close()
 

@@ -32,6 +32,7 @@ def train(
     resume: Resume = "auto",
     quiet: bool = False,
     watch: Callable[[Record], None] | None = None,
+    wait: bool = False,
 ) -> TrainResult:
     """Trains to the end, from the last checkpoint in `config.out` if there is one.
 
@@ -43,9 +44,10 @@ def train(
 
     resume: "auto" goes on from a checkpoint of the same recipe, and starts where there is none;
     "must" does not start; "never" removes what is there and starts. `watch` is given each record of
-    metrics.jsonl, on the main process."""
+    metrics.jsonl, on the main process. `wait`: for another process at the folder, in place of being
+    refused."""
     with start_processes(config.device) as processes:
-        return _train(config, processes, resume, quiet, watch)
+        return _train(config, processes, resume, quiet, watch, -1 if wait else 0)
 
 
 def _train(
@@ -54,6 +56,7 @@ def _train(
     resume: Resume,
     quiet: bool,
     watch: Callable[[Record], None] | None,
+    lock_timeout: float,
 ) -> TrainResult:
     folder = RunFolder(config.out)
     with (
@@ -63,7 +66,7 @@ def _train(
         earlier = Earlier()
         with processes.together():
             if processes.main:
-                lock.enter_context(folder.locked())
+                lock.enter_context(folder.locked(lock_timeout))
                 if resume == "never":
                     folder.clear()
                 earlier = Earlier.of(folder, progress.say)

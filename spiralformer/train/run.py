@@ -72,8 +72,9 @@ class RunFolder:
         self.result = self.path / "result.json"
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Makes the folder and keeps other processes out."""
+    def locked(self, timeout: float = 0) -> Iterator[None]:
+        """Makes the folder and keeps other processes out, after waiting so long for one; −1: for
+        as long as it takes."""
         with files.writing(self.path):
             names = set(os.listdir(self.path)) if self.path.is_dir() else set()
         if names and not names & {"lock", self.config.name}:
@@ -81,7 +82,7 @@ class RunFolder:
                 f"{self.path}: exists and is not the folder of a run; choose another out"
             )
         remedy = "wait for it, stop it, or choose another out"
-        with files.locked(self.path / "lock", "training", remedy):
+        with files.locked(self.path / "lock", "training", remedy, timeout):
             yield
 
     def clear(self) -> None:
