@@ -80,6 +80,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
                 shutil.rmtree(old, ignore_errors=True)
                 folder.rename(old)
             part.rename(folder)
+            _sync(folder.parent)
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(part, ignore_errors=True)

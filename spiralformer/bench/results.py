@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from spiralformer.bench.peers import PEER
+from spiralformer.files import write_json, writing
 from spiralformer.model_folder import read_json
-from spiralformer.train.checkpoint import write_json, writing
 
 TITLES = {
     PEER: "Hugging Face GPT-NeoX",

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from spiralformer.bench import decode, limits, memory, picture, prefill, scaling, train
     from spiralformer.bench.peers import family
     from spiralformer.bench.results import read, write_table
-    from spiralformer.train.checkpoint import writing
+    from spiralformer.files import writing
 
     out = Path(args.out)
     with writing(out):  # better now than after an hour
