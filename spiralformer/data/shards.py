@@ -1,4 +1,5 @@
-"""Token shards: Megatron's and GPT-NeoX's memory-mapped `.bin` and `.idx` pair.
+"""Token shards: Megatron's and GPT-NeoX's memory-mapped `.bin` and `.idx` pair; folders of them,
+with a manifest and checksums.
 
 `NAME.bin` holds the tokens of all sequences, one after another. `NAME.idx`, little-endian:
 
@@ -15,13 +16,15 @@ A document written here is one sequence."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +34,12 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+
+MANIFEST = "manifest.json"
+SHARD_TOKENS = 1 << 30  # after so many a new shard is begun
+
+
+# ---------------------------------------------------------------- reading shards
 
 
 class TokenStream:
@@ -155,10 +164,6 @@ class Shard:
             ]
         )
 
-    @cached_property
-    def documents(self) -> int:
-        return max(len(self.document_starts) - 1, 0)
-
 
 def find_shards(path: str | Path) -> list[Shard]:
     """The shards that a path names: a pair's common name, either file of it, or a folder."""
@@ -169,6 +174,66 @@ def find_shards(path: str | Path) -> list[Shard]:
     if not indices:
         raise UserError(f"{path}: no token shards (.bin and .idx) in this folder")
     return [Shard(index) for index in indices]
+
+
+# ---------------------------------------------------------------- folders with a manifest
+
+
+def manifest_text(manifest: dict[str, Any]) -> str:
+    """With a checksum of itself, so that a flipped byte in the manifest shows as well."""
+    body = json.dumps(manifest, indent=1)
+    return json.dumps({**manifest, "checksum": hashlib.sha256(body.encode()).hexdigest()}, indent=1)
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """The manifest of a folder of shards, checked against its own checksum."""
+    path = Path(folder) / MANIFEST
+    try:
+        text = path.read_bytes().decode()
+        manifest = json.loads(text)
+        manifest.pop("checksum")
+        intact = manifest_text(manifest) == text
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; make the folder with spiralformer data") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path}: damaged (its checksum does not hold); prepare the data anew")
+    return manifest
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": sha256}
+
+
+def verify(path: str | Path) -> list[Path]:
+    """Checks every file of a prepared folder against the manifest; shards that have no manifest are
+    checked for consistency only. Returns the files, or raises at the first fault."""
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        shards = find_shards(folder)
+        files = [file for shard in shards for file in (*shard.bins, shard.idx)]
+    else:
+        manifest = read_manifest(folder)
+        for name, expected in manifest["files"].items():
+            file = folder / name
+            if not file.is_file():
+                raise UserError(f"{file}: missing; prepare the data anew")
+            if file_record(file) != expected:
+                raise UserError(f"{file}: damaged (its checksum differs); prepare the data anew")
+        described = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+        shards = [Shard(folder / shard["name"]) for shard in described]
+        files = [folder / name for name in manifest["files"]]
+    for shard in shards:
+        shard.check()
+    return files
+
+
+# ---------------------------------------------------------------- writing shards
 
 
 def write_index(path: Path, sizes: np.ndarray, dtype: np.dtype) -> None:
@@ -184,78 +249,64 @@ def write_index(path: Path, sizes: np.ndarray, dtype: np.dtype) -> None:
         os.fsync(file.fileno())
 
 
+class Tokens(NamedTuple):
+    """Tokenized documents of one split."""
+
+    ids: np.ndarray
+    sizes: np.ndarray  # tokens of each document, int32
+    text_bytes: int
+
+
 class ShardWriter:
-    """Writes the shards of one split, `train-00000` and so on, in a way that can be taken up again:
-    tokens and sizes are appended to two files, and `state` says how much of them counts. When all
-    is written, `finish_shards` makes the indices."""
+    """Writes the shards of one split, `train-00000` and so on, in a way that can be taken up again.
+    Each has a file of tokens and a file of sizes, and `state`, the caller's list, says how much of
+    them counts: `commit` puts what was appended behind that. When all is written, `finish_shards`
+    makes the indices."""
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        dtype: np.dtype,
-        shard_tokens: int,
-        state: list[dict[str, Any]] | None = None,
-    ):
-        self.folder, self.split, self.dtype = folder, split, dtype
-        self.shard_tokens = shard_tokens
-        self.state = [] if state is None else state  # the caller's list, kept up to date
-        self._open_files: list[Any] = []
-        for shard in self.state:
-            self._cut_back(f"{shard['name']}.bin", shard["tokens"] * dtype.itemsize)
-            self._cut_back(f"{shard['name']}.sizes", shard["documents"] * 4)
-        if self.state:
-            self._open(self.state[-1]["name"], "ab")
+    def __init__(self, folder: Path, split: str, state: list[dict[str, Any]]):
+        self.folder, self.split, self.state = folder, split, state
+        self.pending: deque[Tokens] = deque()
 
-    def append(self, tokens: np.ndarray, sizes: np.ndarray, text_bytes: int) -> None:
-        """Whole documents: their tokens, the number of tokens of each, and their bytes of text."""
-        if not len(sizes):
-            return
-        if not self.state or self.state[-1]["tokens"] >= self.shard_tokens:
-            name = f"{self.split}-{len(self.state):05}"
-            self.commit()
-            self._open(name, "wb")
-            self.state.append({"name": name, "documents": 0, "tokens": 0, "bytes": 0})
-        for file, array in zip(self._open_files, (tokens, sizes), strict=True):
-            file.write(array.tobytes())
-        self.state[-1]["documents"] += len(sizes)
-        self.state[-1]["tokens"] += len(tokens)
-        self.state[-1]["bytes"] += text_bytes
+    def append(self, tokens: Tokens) -> None:
+        if len(tokens.sizes):
+            self.pending.append(tokens)
 
     def commit(self) -> None:
-        """All that was appended is on disk."""
-        for file in self._open_files:
-            file.flush()
-            os.fsync(file.fileno())
+        while self.pending:
+            if not self.state or self.state[-1]["tokens"] >= SHARD_TOKENS:
+                name = f"{self.split}-{len(self.state):05}"
+                self.state.append({"name": name, "documents": 0, "tokens": 0, "bytes": 0})
+            shard = self.state[-1]
+            before, parts = (shard["tokens"], shard["documents"]), []
+            while self.pending and shard["tokens"] < SHARD_TOKENS:
+                parts.append(self.pending.popleft())
+                shard["documents"] += len(parts[-1].sizes)
+                shard["tokens"] += len(parts[-1].ids)
+                shard["bytes"] += parts[-1].text_bytes
+            path = self.folder / shard["name"]
+            _write_from(path.with_suffix(".bin"), before[0], [part.ids for part in parts])
+            _write_from(path.with_suffix(".sizes"), before[1], [part.sizes for part in parts])
 
-    def close(self) -> None:
-        for file in self._open_files:
-            file.close()
-        self._open_files = []
 
-    def _cut_back(self, name: str, size: int) -> None:
-        """Drops what an interrupted run wrote after its last commit."""
-        path = self.folder / name
-        present = path.stat().st_size if path.exists() else 0
-        if present < size:
+def _write_from(path: Path, count: int, arrays: list[np.ndarray]) -> None:
+    """Puts arrays behind the first `count` numbers of a file, in place of what follows them."""
+    start = count * arrays[0].itemsize
+    with open(path, "ab") as file:
+        if file.tell() < start:
             raise UserError(
-                f"{path}: {present:,} bytes in place of {size:,}: the unfinished run cannot be "
-                f"taken up again; remove {self.folder} and start anew"
+                f"{path}: {file.tell():,} bytes in place of {start:,}: the unfinished run cannot "
+                f"be taken up again; remove {path.parent} and start anew"
             )
-        os.truncate(path, size)
-
-    def _open(self, name: str, mode: str) -> None:
-        self.close()
-        self._open_files = [
-            open(self.folder / f"{name}{suffix}", mode)  # noqa: SIM115
-            for suffix in (".bin", ".sizes")
-        ]
+        file.truncate(start)
+        for array in arrays:
+            file.write(array.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def finish_shards(folder: Path, dtype: np.dtype, state: list[dict[str, Any]]) -> Iterator[Path]:
     """Writes the index of each shard of a `ShardWriter`; yields the files of the shards."""
     for shard in state:
-        sizes = np.fromfile(folder / f"{shard['name']}.sizes", "<i4")
-        index = folder / f"{shard['name']}.idx"
-        write_index(index, sizes, dtype)
-        yield from (folder / f"{shard['name']}.bin", index)
+        tokens, index = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".idx"))
+        write_index(index, np.fromfile(index.with_suffix(".sizes"), "<i4"), dtype)
+        yield from (tokens, index)
