@@ -118,16 +118,16 @@ def prepare(
         state = _resumed(partial, settings, notice)
         try:
             if tokenizer is None:
-                notice(f"training a byte-level BPE of {recipe.bpe} tokens")
-                tokenizer = _trained_tokenizer(partial, sources, options, recipe)
-            for name, content in tokenizer.files().items():
-                write_text(partial / name, content)
+                tokenizer = _trained_tokenizer(partial, sources, options, recipe, notice)
+            tokenizer.save(partial)
             batches = _batches(sources, options, state)
-            with closing(
-                _encoded(batches, (tokenizer.to_json(), tokenizer.eot, recipe), workers)
-            ) as encoded:
+            with closing(_encoded(batches, tokenizer, recipe, workers)) as encoded:
                 _write(partial, settings, state, encoded, report)
-            _refuse_empty(state)
+            if not state.shards["train"]:
+                raise UserError(
+                    f"the sources have no text to train on: {state.empty} documents are empty, "
+                    f"{state.skipped} unreadable; all others fell into validation (--seed)"
+                )
         except UserError:
             if not state.shards["train"]:  # nothing worth keeping
                 shutil.rmtree(partial)
@@ -169,16 +169,6 @@ def _write(
     commit()
 
 
-def _refuse_empty(state: State) -> None:
-    if state.shards["train"]:
-        return
-    if state.shards["valid"]:
-        raise UserError("every document fell into validation; take another --seed")
-    raise UserError(
-        f"the sources hold no text ({state.empty} documents are empty, {state.skipped} unreadable)"
-    )
-
-
 # ---------------------------------------------------------------- tokenizing
 
 
@@ -216,41 +206,61 @@ def _batches(sources: list[Source], options: ReadOptions, state: State) -> Itera
     yield Batch(texts, len(sources), 0, empty, skipped, before)
 
 
-class Encoder:
-    """Tokenizes and splits a batch. Each worker has one."""
-
-    def __init__(self, backend: str, eot: str, recipe: Recipe):
-        self.tokenizer = TextTokenizer(Tokenizer.from_str(backend), eot, "")
-        self.recipe = recipe
-
-    def __call__(self, texts: list[str]) -> dict[str, Tokens]:
-        eot = np.array([self.tokenizer.eot_id], self.tokenizer.dtype)
-        ids: dict[str, list[np.ndarray]] = {split: [eot[:0]] for split in SPLITS}
-        sizes: dict[str, list[int]] = {split: [] for split in SPLITS}
-        text_bytes = dict.fromkeys(SPLITS, 0)
-        for text, tokens in zip(texts, self.tokenizer.encode_batch(texts), strict=True):
-            data = text.encode()
-            split = SPLITS[in_validation(data, self.recipe)]
-            ids[split] += [tokens, eot]
-            sizes[split].append(len(tokens) + 1)
-            text_bytes[split] += len(data)
-        return {
-            split: Tokens(
-                np.concatenate(ids[split]), np.array(sizes[split], np.int32), text_bytes[split]
-            )
-            for split in SPLITS
-        }
+def _encode(texts: list[str], tokenizer: TextTokenizer, recipe: Recipe) -> dict[str, Tokens]:
+    """Tokens of the documents, by split."""
+    eot = np.array([tokenizer.eot_id], tokenizer.dtype)
+    ids: dict[str, list[np.ndarray]] = {split: [eot[:0]] for split in SPLITS}
+    sizes: dict[str, list[int]] = {split: [] for split in SPLITS}
+    text_bytes = dict.fromkeys(SPLITS, 0)
+    for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        data = text.encode()
+        split = SPLITS[in_validation(data, recipe)]
+        ids[split] += [tokens, eot]
+        sizes[split].append(len(tokens) + 1)
+        text_bytes[split] += len(data)
+    return {
+        split: Tokens(np.concatenate(ids[split]), np.array(sizes[split], "<i4"), text_bytes[split])
+        for split in SPLITS
+    }
 
 
-_worker_encoder: Encoder
+def _encoded(
+    batches: Iterator[Batch], tokenizer: TextTokenizer, recipe: Recipe, workers: int
+) -> Generator[tuple[Batch, dict[str, Tokens]], None, None]:
+    """The batches in their order, tokenized by `workers` processes (by this one, if it is 1)."""
+    if workers == 1:
+        for batch in batches:
+            yield batch, _encode(batch.texts, tokenizer, recipe)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    arguments = (tokenizer.to_json(), tokenizer.eot, recipe)
+    waiting: deque[tuple[Batch, Future]] = deque()
+    try:
+        with ProcessPoolExecutor(workers, spawn, _start_worker, arguments) as pool:
+            for batch in batches:
+                future = pool.submit(_encode_in_worker, batch.texts)
+                waiting.append((batch._replace(texts=[]), future))
+                if len(waiting) > 2 * workers:  # no more text in memory than keeps them busy
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for last, future in waiting:
+                yield last, future.result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a tokenizing process was killed, perhaps for lack of memory; run the same command "
+            "again, with fewer --workers, to go on"
+        ) from None
 
 
-def _start_worker(*arguments: Any) -> None:
-    global _worker_encoder
+_in_worker: tuple[TextTokenizer, Recipe]
+
+
+def _start_worker(backend: str, eot: str, recipe: Recipe) -> None:
+    global _in_worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the work in good order
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(*arguments)
+    _in_worker = TextTokenizer(Tokenizer.from_str(backend), eot, ""), recipe
 
 
 def _end_with_parent() -> None:
@@ -261,37 +271,7 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(texts: list[str]) -> dict[str, Tokens]:
-    return _worker_encoder(texts)
-
-
-def _encoded(
-    batches: Iterator[Batch], arguments: tuple, workers: int
-) -> Generator[tuple[Batch, dict[str, Tokens]], None, None]:
-    """The batches in their order, tokenized by `workers` processes (by this one, if it is 1)."""
-    if workers == 1:
-        encoder = Encoder(*arguments)
-        for batch in batches:
-            yield batch, encoder(batch.texts)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, arguments)
-    waiting: deque[tuple[Batch, Future]] = deque()
-    try:
-        for batch in batches:
-            waiting.append((batch._replace(texts=[]), pool.submit(_encode_in_worker, batch.texts)))
-            if len(waiting) > 2 * workers:  # no more text in memory than keeps them busy
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a tokenizing process was killed, perhaps for lack of memory; run the same command "
-            "again, with fewer --workers, to go on"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    return _encode(texts, *_in_worker)
 
 
 # ---------------------------------------------------------------- the tokenizer
@@ -305,12 +285,17 @@ def _given_tokenizer(recipe: Recipe) -> TextTokenizer | None:
 
 
 def _trained_tokenizer(
-    partial: Path, sources: list[Source], options: ReadOptions, recipe: Recipe
+    partial: Path,
+    sources: list[Source],
+    options: ReadOptions,
+    recipe: Recipe,
+    notice: Callable[[str], None],
 ) -> TextTokenizer:
-    """The tokenizer that an interrupted run has trained, or another like it."""
+    """The tokenizer that an interrupted run has trained, or else another."""
     assert recipe.bpe is not None
     if (partial / "tokenizer.json").exists():
         return replace(load_tokenizer(partial), origin="byte-level BPE")
+    notice(f"training a byte-level BPE of {recipe.bpe:,} tokens")
     return train_bpe(_training_texts(sources, options, recipe), recipe.bpe)
 
 
