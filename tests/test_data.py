@@ -21,7 +21,7 @@ import pytest
 from spiralformer import cli
 from spiralformer.data import prepare, shards
 from spiralformer.data import sources as corpus
-from spiralformer.data.shards import Shard, ShardWriter, Tokens, TokenStream, finish_shards, verify
+from spiralformer.data.shards import Shard, TokenStream, append_documents, finish_shards, verify
 from spiralformer.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from spiralformer.data.windows import IGNORED, TokenDataset, open_split, permute, read_texts
 from spiralformer.errors import UserError
@@ -229,11 +229,9 @@ def megatron_index(sizes: list[int], code: int, width: int, starts: list[int]) -
 def test_shards_are_megatrons_byte_for_byte(tmp_path, dtype, code, letter):
     documents = [[1, 2, 3], [60_000], [7] * 11]
     state: list[dict] = []
-    writer = ShardWriter(tmp_path, "train", state)
     for part in (documents[:2], documents[2:]):
-        sizes = np.array([len(document) for document in part], np.int32)
-        writer.append(Tokens(np.concatenate(part).astype(dtype), sizes, 0))
-        writer.commit()
+        arrays = [np.array(document, dtype) for document in part]
+        append_documents(tmp_path, "train", state, arrays, 0)
     list(finish_shards(tmp_path, np.dtype(dtype), state))
 
     flat = [token for document in documents for token in document]
@@ -361,6 +359,7 @@ def test_a_bpe_is_trained_on_training_documents_only(tmp_path):
 
 def test_the_number_of_workers_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(prepare, "COMMIT_BYTES", 3000)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
     source = write_source(
         tmp_path / "in", "jsonl", [f"{i} {text}" for i in range(20) for text in DOCUMENTS]
@@ -386,7 +385,7 @@ def killing(function):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments)
     return wrapped
-prepare.ShardWriter.append = killing(prepare.ShardWriter.append)
+prepare.append_documents = killing(prepare.append_documents)
 os.fsync, os.replace, os.rename = killing(os.fsync), killing(os.replace), killing(os.rename)
 recipe = prepare.Recipe(bpe=300, valid_fraction=0.2)
 prepare.prepare(corpus.find_sources([source]), out, recipe)

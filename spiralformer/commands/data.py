@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "much, to the next blank line); auto (default): the file up to 1 MiB, else 64k",
     )
     add("--skip-bad", action="store_true", help="leave out unreadable documents, and count them")
-    add("--workers", type=int, metavar="N", help="processes (default: one for each core)")
+    add("--workers", type=int, metavar="N", help="threads (default: one for each core)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
                 sources,
                 args.out,
                 recipe,
-                workers=args.workers or _workers_for(size),
+                workers=args.workers or _cores(),
                 skip_bad=args.skip_bad,
                 report=report,
                 notice=progress.say,
@@ -127,11 +127,10 @@ def _total_size(sources: list[Source]) -> int | None:
     return sum(sizes) if len(sizes) == len(sources) else None
 
 
-def _workers_for(size: int | None) -> int:
-    """One for each core, but none that would start for less than a few megabytes."""
+def _cores() -> int:
+    """That this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return cores if size is None else min(cores, 1 + size // 4_000_000)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def summary(manifest: dict[str, Any]) -> str:

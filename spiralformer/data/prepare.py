@@ -7,27 +7,21 @@ the next run with the same settings goes on from there and ends with the same by
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from spiralformer.data.shards import (
     MANIFEST,
-    ShardWriter,
-    Tokens,
+    append_documents,
     file_record,
     finish_shards,
     manifest_text,
@@ -143,22 +137,29 @@ def _write(
     partial: Path,
     settings: dict[str, Any],
     state: State,
-    encoded: Iterator[tuple[Batch, dict[str, Tokens]]],
+    encoded: Iterator[tuple[Batch, list[Encoded]]],
     report: Callable[[int, int], None],
 ) -> None:
-    writers = {split: ShardWriter(partial, split, state.shards[split]) for split in SPLITS}
+    pending: list[Encoded] = []
 
     def commit() -> None:
-        for writer in writers.values():
-            writer.commit()
+        for split in SPLITS:
+            documents = [document for document in pending if document.split == split]
+            append_documents(
+                partial,
+                split,
+                state.shards[split],
+                [document.tokens for document in documents],
+                sum(document.text_bytes for document in documents),
+            )
+        pending.clear()
         write_json(partial / PROGRESS, {"settings": settings, "state": vars(state)})
 
     uncommitted = tokens = 0
-    for batch, splits in encoded:
-        for split, documents in splits.items():
-            writers[split].append(documents)
-            uncommitted += documents.text_bytes
-            tokens += len(documents.ids)
+    for batch, documents in encoded:
+        pending += documents
+        uncommitted += sum(document.text_bytes for document in documents)
+        tokens += sum(len(document.tokens) for document in documents)
         state.source, state.document = batch.source, batch.document
         state.empty += batch.empty
         state.skipped += batch.skipped
@@ -206,72 +207,35 @@ def _batches(sources: list[Source], options: ReadOptions, state: State) -> Itera
     yield Batch(texts, len(sources), 0, empty, skipped, before)
 
 
-def _encode(texts: list[str], tokenizer: TextTokenizer, recipe: Recipe) -> dict[str, Tokens]:
-    """Tokens of the documents, by split."""
+class Encoded(NamedTuple):
+    split: str
+    tokens: np.ndarray  # and the end of text
+    text_bytes: int
+
+
+def _encode(texts: list[str], tokenizer: TextTokenizer, recipe: Recipe) -> list[Encoded]:
     eot = np.array([tokenizer.eot_id], tokenizer.dtype)
-    ids: dict[str, list[np.ndarray]] = {split: [eot[:0]] for split in SPLITS}
-    sizes: dict[str, list[int]] = {split: [] for split in SPLITS}
-    text_bytes = dict.fromkeys(SPLITS, 0)
-    for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        data = text.encode()
+    documents = []
+    for text in texts:
+        data, tokens = text.encode(), np.append(tokenizer.tokens(text), eot)
         split = SPLITS[in_validation(data, recipe)]
-        ids[split] += [tokens, eot]
-        sizes[split].append(len(tokens) + 1)
-        text_bytes[split] += len(data)
-    return {
-        split: Tokens(np.concatenate(ids[split]), np.array(sizes[split], "<i4"), text_bytes[split])
-        for split in SPLITS
-    }
+        documents.append(Encoded(split, tokens, len(data)))
+    return documents
 
 
 def _encoded(
     batches: Iterator[Batch], tokenizer: TextTokenizer, recipe: Recipe, workers: int
-) -> Generator[tuple[Batch, dict[str, Tokens]], None, None]:
-    """The batches in their order, tokenized by `workers` processes (by this one, if it is 1)."""
-    if workers == 1:
+) -> Generator[tuple[Batch, list[Encoded]], None, None]:
+    """The batches in their order, tokenized by threads: a tokenizer works without Python's lock."""
+    waiting: deque[tuple[Batch, Future[list[Encoded]]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
         for batch in batches:
-            yield batch, _encode(batch.texts, tokenizer, recipe)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    arguments = (tokenizer.to_json(), tokenizer.eot, recipe)
-    waiting: deque[tuple[Batch, Future]] = deque()
-    try:
-        with ProcessPoolExecutor(workers, spawn, _start_worker, arguments) as pool:
-            for batch in batches:
-                future = pool.submit(_encode_in_worker, batch.texts)
-                waiting.append((batch._replace(texts=[]), future))
-                if len(waiting) > 2 * workers:  # no more text in memory than keeps them busy
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            for last, future in waiting:
-                yield last, future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a tokenizing process was killed, perhaps for lack of memory; run the same command "
-            "again, with fewer --workers, to go on"
-        ) from None
-
-
-_in_worker: tuple[TextTokenizer, Recipe]
-
-
-def _start_worker(backend: str, eot: str, recipe: Recipe) -> None:
-    global _in_worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the work in good order
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _in_worker = TextTokenizer(Tokenizer.from_str(backend), eot, ""), recipe
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(texts: list[str]) -> dict[str, Tokens]:
-    return _encode(texts, *_in_worker)
+            waiting.append((batch, pool.submit(_encode, batch.texts, tokenizer, recipe)))
+            if len(waiting) > 2 * workers:  # no more text in memory than keeps them busy
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for last, future in waiting:
+            yield last, future.result()
 
 
 # ---------------------------------------------------------------- the tokenizer

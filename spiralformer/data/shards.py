@@ -21,14 +21,14 @@ import json
 import os
 import re
 import struct
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from spiralformer.errors import UserError
+from spiralformer.files import read_json, read_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -52,27 +52,21 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.arrays else 0
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start … stop−1 as int64."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
-        pieces = []
-        first = int(np.searchsorted(self.ends, start, side="right"))
-        for array, end in zip(self.arrays[first:], self.ends[first:], strict=True):
-            begin = int(end) - len(array)
-            pieces.append(array[max(start - begin, 0) : stop - begin])
-            if end >= stop:
-                break
-        return np.concatenate([np.empty(0, np.int64), *pieces]).astype(np.int64, copy=False)
-
     def section(self, start: int, stop: int) -> TokenStream:
         """The part of the stream from `start` to before `stop`."""
-        begins = [int(end) - len(array) for array, end in zip(self.arrays, self.ends, strict=True)]
-        cut = [
-            array[max(start - begin, 0) : max(stop - begin, 0)]
-            for array, begin in zip(self.arrays, begins, strict=True)
-        ]
-        return TokenStream([array for array in cut if len(array)])
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        last = int(np.searchsorted(self.ends, stop))
+        pieces = []
+        for array, end in zip(self.arrays[first : last + 1], self.ends[first:], strict=False):
+            begin = int(end) - len(array)
+            pieces.append(array[max(start - begin, 0) : stop - begin])
+        return TokenStream(pieces)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start … stop−1 as int64."""
+        return np.concatenate([np.empty(0, np.int64), *self.section(start, stop).arrays])
 
 
 class Shard:
@@ -128,12 +122,9 @@ class Shard:
             raise UserError(f"{self.idx}: version {version} of the index; this reads version 1")
         if code not in DTYPES:
             raise UserError(f"{self.idx}: type code {code} is not one of integer tokens")
-        self.dtype = np.dtype(DTYPES[code])
+        self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         expected = HEADER.size + sequences * (4 + 8) + documents * 8
-        if size != expected:
-            problem = "truncated" if size < expected else "too long"
-            raise UserError(f"{self.idx}: {problem}: {size:,} bytes in place of {expected:,}")
-
+        _require_size(self.idx, size, expected)
         index = np.memmap(self.idx, np.uint8, "r")
         pointers_at = HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
@@ -142,26 +133,25 @@ class Shard:
         self.document_starts = index[documents_at:].view("<i8")
 
     def _map_tokens(self) -> None:
-        present = [path.stat().st_size for path in self.bins]
+        sizes = [path.stat().st_size for path in self.bins]
         expected = 0
         if len(self):
             expected = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-        if sum(present) != expected:
-            problem = "truncated" if sum(present) < expected else "too long"
-            raise UserError(
-                f"{self.bins[0]}: {problem}: {sum(present):,} bytes in {len(self.bins)} file(s), "
-                f"but {self.idx.name} describes {expected:,}; fetch or write it anew"
-            )
-        for path, size in zip(self.bins, present, strict=True):
+        _require_size(self.bins[0], sum(sizes), expected)
+        arrays = []
+        for path, size in zip(self.bins, sizes, strict=True):
             if size % self.dtype.itemsize:
                 raise UserError(f"{path}: ends inside a token; join the pieces with cat")
-        little_endian = self.dtype.newbyteorder("<")
-        self.stream = TokenStream(
-            [
-                np.memmap(path, little_endian, "r")
-                for path, size in zip(self.bins, present, strict=True)
-                if size
-            ]
+            if size:
+                arrays.append(np.memmap(path, self.dtype, "r"))
+        self.stream = TokenStream(arrays)
+
+
+def _require_size(path: Path, size: int, expected: int) -> None:
+    if size != expected:
+        problem = "truncated" if size < expected else "too long"
+        raise UserError(
+            f"{path}: {problem}: {size:,} bytes in place of {expected:,}; fetch or write it anew"
         )
 
 
@@ -188,18 +178,11 @@ def manifest_text(manifest: dict[str, Any]) -> str:
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """The manifest of a folder of shards, checked against its own checksum."""
     path = Path(folder) / MANIFEST
-    try:
-        text = path.read_bytes().decode()
-        manifest = json.loads(text)
-        manifest.pop("checksum")
-        intact = manifest_text(manifest) == text
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; make the folder with spiralformer data") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError):
-        intact = False
-    if not intact:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; make the folder with spiralformer data")
+    manifest = read_json(path)
+    manifest.pop("checksum", None)
+    if manifest_text(manifest) != read_text(path):
         raise UserError(f"{path}: damaged (its checksum does not hold); prepare the data anew")
     return manifest
 
@@ -249,48 +232,35 @@ def write_index(path: Path, sizes: np.ndarray, dtype: np.dtype) -> None:
         os.fsync(file.fileno())
 
 
-class Tokens(NamedTuple):
-    """Tokenized documents of one split."""
-
-    ids: np.ndarray
-    sizes: np.ndarray  # tokens of each document, int32
-    text_bytes: int
-
-
-class ShardWriter:
-    """Writes the shards of one split, `train-00000` and so on, in a way that can be taken up again.
-    Each has a file of tokens and a file of sizes, and `state`, the caller's list, says how much of
-    them counts: `commit` puts what was appended behind that. When all is written, `finish_shards`
-    makes the indices."""
-
-    def __init__(self, folder: Path, split: str, state: list[dict[str, Any]]):
-        self.folder, self.split, self.state = folder, split, state
-        self.pending: deque[Tokens] = deque()
-
-    def append(self, tokens: Tokens) -> None:
-        if len(tokens.sizes):
-            self.pending.append(tokens)
-
-    def commit(self) -> None:
-        while self.pending:
-            if not self.state or self.state[-1]["tokens"] >= SHARD_TOKENS:
-                name = f"{self.split}-{len(self.state):05}"
-                self.state.append({"name": name, "documents": 0, "tokens": 0, "bytes": 0})
-            shard = self.state[-1]
-            before, parts = (shard["tokens"], shard["documents"]), []
-            while self.pending and shard["tokens"] < SHARD_TOKENS:
-                parts.append(self.pending.popleft())
-                shard["documents"] += len(parts[-1].sizes)
-                shard["tokens"] += len(parts[-1].ids)
-                shard["bytes"] += parts[-1].text_bytes
-            path = self.folder / shard["name"]
-            _write_from(path.with_suffix(".bin"), before[0], [part.ids for part in parts])
-            _write_from(path.with_suffix(".sizes"), before[1], [part.sizes for part in parts])
+def append_documents(
+    folder: Path,
+    split: str,
+    shards: list[dict[str, Any]],
+    documents: list[np.ndarray],
+    text_bytes: int,
+) -> None:
+    """Puts tokenized documents behind those that `shards` describes, the caller's record of how
+    much of each file counts: a run that was stopped at any time is taken up from its record. Until
+    `finish_shards` makes the index, the sizes of the documents are in a file of their own."""
+    if not documents:
+        return
+    if not shards or shards[-1]["tokens"] >= SHARD_TOKENS:
+        name = f"{split}-{len(shards):05}"
+        shards.append({"name": name, "documents": 0, "tokens": 0, "bytes": 0})
+    shard = shards[-1]
+    tokens = np.concatenate(documents)
+    sizes = np.array([len(document) for document in documents], "<i4")
+    path = folder / shard["name"]
+    _write_from(path.with_suffix(".bin"), shard["tokens"], tokens)
+    _write_from(path.with_suffix(".sizes"), shard["documents"], sizes)
+    shard["documents"] += len(sizes)
+    shard["tokens"] += len(tokens)
+    shard["bytes"] += text_bytes
 
 
-def _write_from(path: Path, count: int, arrays: list[np.ndarray]) -> None:
-    """Puts arrays behind the first `count` numbers of a file, in place of what follows them."""
-    start = count * arrays[0].itemsize
+def _write_from(path: Path, count: int, array: np.ndarray) -> None:
+    """Puts an array behind the first `count` numbers of a file, in place of what follows them."""
+    start = count * array.itemsize
     with open(path, "ab") as file:
         if file.tell() < start:
             raise UserError(
@@ -298,15 +268,14 @@ def _write_from(path: Path, count: int, arrays: list[np.ndarray]) -> None:
                 f"be taken up again; remove {path.parent} and start anew"
             )
         file.truncate(start)
-        for array in arrays:
-            file.write(array.tobytes())
+        file.write(array.tobytes())
         file.flush()
         os.fsync(file.fileno())
 
 
-def finish_shards(folder: Path, dtype: np.dtype, state: list[dict[str, Any]]) -> Iterator[Path]:
-    """Writes the index of each shard of a `ShardWriter`; yields the files of the shards."""
-    for shard in state:
+def finish_shards(folder: Path, dtype: np.dtype, shards: list[dict[str, Any]]) -> Iterator[Path]:
+    """Writes the index of each shard; yields the files of the shards."""
+    for shard in shards:
         tokens, index = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".idx"))
         write_index(index, np.fromfile(index.with_suffix(".sizes"), "<i4"), dtype)
         yield from (tokens, index)

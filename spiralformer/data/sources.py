@@ -13,7 +13,6 @@ import platform
 import re
 import sys
 import sysconfig
-import tokenize
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -44,7 +43,7 @@ AUTO_DOCUMENT_SIZE = 1 << 16  # a larger one is cut into documents of about this
 class Source:
     """One file, Hugging Face dataset or embedded corpus."""
 
-    kind: str  # text, json, jsonl, parquet, hf or stdlib
+    kind: str  # a key of READERS
     name: str  # as shown to the user
     path: Path | None = None
     size: int | None = None  # bytes to read, where known: for the time left
@@ -67,19 +66,12 @@ def find_sources(
             sources.extend(_folder_sources(Path(argument), notice))
         else:
             sources.append(_file_source(Path(argument), Path(argument).name))
-    if not sources:
-        raise UserError("no source given; name files, folders, hf:NAME or stdlib")
     return sources
 
 
 def _folder_sources(folder: Path, notice: Callable[[str], None]) -> list[Source]:
     sources, left_out = [], Counter[str]()
-    paths: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        left_out["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [Path(parent, name) for name in names if not name.startswith(".")]
-    for path in sorted(path for path in paths if path.is_file()):
+    for path in _files_below(folder, left_out):
         source = _file_source(path, path.relative_to(folder).as_posix())
         if _kind(path) or _looks_like_text(source):
             sources.append(source)
@@ -95,9 +87,27 @@ def _folder_sources(folder: Path, notice: Callable[[str], None]) -> list[Source]
     return sources
 
 
+def _files_below(folder: Path, left_out: Counter[str]) -> list[Path]:
+    def fail(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    files = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        paths = [Path(parent, name) for name in (*folders, *names)]
+        left_out["hidden"] += sum(path.name.startswith(".") for path in paths)
+        visible = [path for path in paths if not path.name.startswith(".")]
+        # Links to folders are not followed: they may lead round in circles.
+        left_out["links"] += sum(path.is_symlink() and not path.is_file() for path in visible)
+        files += [path for path in visible if path.is_file()]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(files)
+
+
 def _file_source(path: Path, name: str) -> Source:
     try:
         status = path.stat()
+        if not path.is_file():
+            raise UserError(f"{path}: neither a file nor a folder; write its text to a file first")
         with open(path, "rb"):
             pass
     except FileNotFoundError:
@@ -117,12 +127,12 @@ def _kind(path: Path) -> str | None:
 
 
 def _looks_like_text(source: Source) -> bool:
-    with _opened(source) as (stream, _):
-        head = stream.read(LOOK)
     try:
+        with _opened(source) as (stream, _):
+            head = stream.read(LOOK)
         # Where the file goes on, the last character may be cut.
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < LOOK)
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, UserError):
         return False
     return b"\0" not in head
 
@@ -152,16 +162,10 @@ def stdlib_files() -> list[Path]:
 
 
 def _stdlib_source() -> Source:
-    files = stdlib_files()
-    if not files:
-        raise UserError(f"stdlib: no Python sources in {sysconfig.get_path('stdlib')}")
-    digest, size = hashlib.sha256(), 0
-    for path in files:
-        data = path.read_bytes()
-        digest.update(data)
-        size += len(data)
-    identity = {"stdlib": platform.python_version(), "sha256": digest.hexdigest()}
-    return Source("stdlib", "stdlib", size=size, identity=identity)
+    contents = [path.read_bytes() for path in stdlib_files()]
+    digest = hashlib.sha256(b"".join(contents)).hexdigest()
+    identity = {"stdlib": platform.python_version(), "sha256": digest}
+    return Source("stdlib", "stdlib", size=sum(map(len, contents)), identity=identity)
 
 
 # ---------------------------------------------------------------- reading them
@@ -181,15 +185,14 @@ class ReadOptions:
 
 def read_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
     """The documents of one source, in order. Bad input raises `UserError` with its place."""
-    readers = {
-        "text": _text_documents,
-        "stdlib": _stdlib_documents,
-        "json": _json_documents,
-        "jsonl": _jsonl_documents,
-        "parquet": _parquet_documents,
-        "hf": _hugging_face_documents,
-    }
-    yield from readers[source.kind](source, options)
+    return READERS[source.kind](source, options)
+
+
+def _bad(problem: str, options: ReadOptions) -> str | None:
+    """In place of a text that cannot be had: an error, unless such may be left out."""
+    if options.skip_bad:
+        return None
+    raise UserError(f"{problem}; mend it, or leave such out with --skip-bad") from None
 
 
 def _text_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
@@ -201,15 +204,10 @@ def _text_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
     offset = 0
     with _opened(source) as (stream, consumed):
         for data in cut(stream, size):
-            text = None
             try:
-                text = data.decode()
+                text: str | None = data.decode()
             except UnicodeDecodeError as error:
-                if not options.skip_bad:
-                    raise UserError(
-                        f"{source.name}: not UTF-8 at byte {offset + error.start}; convert it, or "
-                        "leave such out with --skip-bad"
-                    ) from None
+                text = _bad(f"{source.name}: not UTF-8 at byte {offset + error.start}", options)
             offset += len(data)
             yield Document(text, consumed())
 
@@ -218,28 +216,23 @@ def _stdlib_documents(source: Source, options: ReadOptions) -> Iterator[Document
     consumed = 0
     for path in stdlib_files():
         data = path.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         consumed += len(data)
-        yield Document(data.decode(encoding), consumed)
+        yield Document(data.decode(), consumed)
 
 
 # ---------------------------------------------------------------- records with a field of text
 
 
-def _document(record: Any, place: str, consumed: int, options: ReadOptions) -> Document:
-    """The text of a record (bytes are JSON); a fault is an error at `place`, or skipped."""
-    text = None
+def _record(record: Any, place: str, consumed: int, options: ReadOptions) -> Document:
     try:
-        text = _record_text(record, options.text_field)
-    except ValueError as error:
-        if not options.skip_bad:
-            raise UserError(
-                f"{place}: {error}; mend it, or leave such out with --skip-bad"
-            ) from None
+        text: str | None = _record_text(record, options.text_field)
+    except (ValueError, RecursionError) as error:
+        text = _bad(f"{place}: {error}", options)
     return Document(text, consumed)
 
 
 def _record_text(record: Any, field: str) -> str:
+    """The text of a record; bytes are JSON."""
     if isinstance(record, bytes):
         try:
             record = json.loads(record)
@@ -257,11 +250,10 @@ def _record_text(record: Any, field: str) -> str:
         return ""
     if not isinstance(text, str):
         raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"field {field!r} has half a surrogate pair") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"field {field!r} has half a surrogate pair") from None
     return text
 
 
@@ -269,7 +261,7 @@ def _jsonl_documents(source: Source, options: ReadOptions) -> Iterator[Document]
     with _opened(source) as (stream, consumed):
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield _document(line, f"{source.name}:{number}", consumed(), options)
+                yield _record(line, f"{source.name}:{number}", consumed(), options)
 
 
 def _json_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
@@ -281,38 +273,41 @@ def _json_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
             return
         data = first + more + stream.read()
     try:
-        content = json.loads(data)
-    except ValueError:
+        content = json.loads(data) if data.strip() else None
+    except (ValueError, RecursionError):
         content = [data]  # to be reported as a record
     if isinstance(content, dict) and options.text_field in content:
         content = [content]
     if isinstance(content, list) and content and isinstance(content[0], (dict, bytes)):
         for number, record in enumerate(content):
-            yield _document(record, f"{source.name}, record {number}", source.size or 0, options)
+            yield _record(record, f"{source.name}, record {number}", source.size or 0, options)
     else:
         yield from _text_documents(source, options)
 
 
 def _parquet_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
-    parquet = _optional("pyarrow.parquet", "reading .parquet files")
     arrow = _optional("pyarrow", "reading .parquet files")
+    parquet = _optional("pyarrow.parquet", "reading .parquet files")
     row = 0
     try:
         with _opened(source) as (stream, _):
             file = parquet.ParquetFile(stream)
-            if options.text_field not in file.schema_arrow.names:
+            columns = file.schema_arrow.names
+            if options.text_field not in columns:
                 raise UserError(
                     f"{source.name}: no column {options.text_field!r} (columns here: "
-                    f"{', '.join(file.schema_arrow.names)}; --text-field names another)"
+                    f"{', '.join(columns)}; --text-field names another)"
                 )
             for batch in file.iter_batches(1024, columns=[options.text_field]):
                 for record in batch.to_pylist():
                     consumed = (source.size or 0) * row // file.metadata.num_rows
-                    yield _document(record, f"{source.name}, row {row}", consumed, options)
+                    yield _record(record, f"{source.name}, row {row}", consumed, options)
                     row += 1
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{source.name}: not a complete Parquet file ({reason})") from None
+        raise UserError(
+            f"{source.name}: not a complete Parquet file ({reason}); fetch it anew"
+        ) from None
 
 
 def _hugging_face_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
@@ -321,12 +316,22 @@ def _hugging_face_documents(source: Source, options: ReadOptions) -> Iterator[Do
     try:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
         for number, row in enumerate(rows):
-            yield _document(row, f"{source.name}, row {number}", 0, options)
+            yield _record(row, f"{source.name}, row {number}", 0, options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{source.name}: cannot be read; check the name and the network: {reason}"
         ) from None
+
+
+READERS = {
+    "text": _text_documents,
+    "stdlib": _stdlib_documents,
+    "json": _json_documents,
+    "jsonl": _jsonl_documents,
+    "parquet": _parquet_documents,
+    "hf": _hugging_face_documents,
+}
 
 
 # ---------------------------------------------------------------- opening files
@@ -342,7 +347,10 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             if suffix == ".gz":
                 yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw.tell
             elif suffix == ".zst":
-                yield cast(BinaryIO, io.BufferedReader(_ZstdReader(raw), 1 << 20)), raw.tell
+                yield (
+                    cast(BinaryIO, io.BufferedReader(_Pieces(_zstd_pieces(raw)), 1 << 20)),
+                    raw.tell,
+                )
             else:
                 yield raw, raw.tell
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -353,35 +361,41 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
         raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from None
 
 
-class _ZstdReader(io.RawIOBase):
-    """Zstandard frames, one after another. The package's own reader takes a file that ends in the
-    middle of a frame for a complete one; this one raises `EOFError`."""
+def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
+    """The content of Zstandard frames, one after another. The package's own reader takes a file
+    that ends in the middle of a frame for a complete one."""
+    zstandard = _optional("zstandard", "reading .zst files")
+    frame = None
+    while data := raw.read(1 << 17):
+        while data:
+            if frame is None:  # large windows: what `zstd --long=31` writes
+                frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                yield frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise EOFError(error) from None
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("it ends inside a zstd frame")
 
-    def __init__(self, raw: BinaryIO):
-        self.zstandard = _optional("zstandard", "reading .zst files")
-        self.raw, self.ready, self.unused = raw, b"", b""
-        self.frame: Any = None
+
+class _Pieces(io.RawIOBase):
+    """Pieces of bytes as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self.pieces, self.ready = pieces, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            data = self.unused or self.raw.read(1 << 17)
-            if not data:
-                if self.frame is not None:
-                    raise EOFError("it ends inside a zstd frame")
+            piece = next(self.pieces, None)
+            if piece is None:
                 return 0
-            if self.frame is None:  # large windows: what `zstd --long=31` writes
-                decompressor = self.zstandard.ZstdDecompressor(max_window_size=1 << 31)
-                self.frame = decompressor.decompressobj()
-            try:
-                self.ready = self.frame.decompress(data)
-            except self.zstandard.ZstdError as error:
-                raise EOFError(str(error)) from None
-            self.unused = self.frame.unused_data
-            if self.frame.eof:
-                self.frame = None
+            self.ready = piece
         count = min(len(buffer), len(self.ready))
         buffer[:count], self.ready = self.ready[:count], self.ready[count:]
         return count

@@ -65,13 +65,15 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Without an end-of-text token."""
-        return self.encode_batch([text])[0].tolist()
+        return self.tokens(text).tolist()
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    def tokens(self, text: str) -> np.ndarray:
+        """The same as shards hold it. Several threads can do this at once."""
         if self._is_bytes:
-            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
+        # `encode` would keep Python's lock, and a batch of many texts would take all cores.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         """End-of-text tokens are left out."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from spiralformer.data.shards import MANIFEST, Shard, TokenStream, find_shards, read_manifest
-from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.errors import UserError
 from spiralformer.files import digest
 from spiralformer.model.loss import IGNORE as IGNORED
@@ -111,6 +110,8 @@ def _identity(content: list[Any]) -> str:
 
 def read_texts(folder: str | Path, split: str) -> Iterator[str]:
     """The documents of a prepared folder, decoded."""
+    from spiralformer.data.tokenizer import load_tokenizer  # not needed to train
+
     tokenizer = load_tokenizer(folder)
     for described in read_manifest(folder)["splits"][split]["shards"]:
         shard = Shard(Path(folder) / described["name"])
