@@ -180,6 +180,7 @@ def test_a_folder_gives_all_its_text_and_names_what_it_leaves_out(tmp_path):
         "sub/b.PNG": b"\0",
         "sub/c.tar.gz": gzip.compress(b"\0" * 512),
         ".git/config": b"hidden",
+        "damaged.gz": b"no gzip",
     }
     for name, content in (
         *((name, text.encode()) for name, text in texts.items()),
@@ -187,11 +188,13 @@ def test_a_folder_gives_all_its_text_and_names_what_it_leaves_out(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "sub/loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
     notices: list[str] = []
     sources = corpus.find_sources([str(tmp_path)], notices.append)
     assert [source.identity["file"] for source in sources] == list(texts)
     [notice] = notices
-    assert notice == f"{tmp_path}: left out 2 .png, 1 hidden, 1 .tex, 1 .gz"
+    assert notice == f"{tmp_path}: left out 2 links or devices, 2 .gz, 2 .png, 1 hidden, 1 .tex"
     options = corpus.ReadOptions()
     read = [
         document.text for source in sources for document in corpus.read_documents(source, options)
@@ -295,7 +298,7 @@ def test_a_piece_that_ends_inside_a_token_is_refused(tmp_path):
     [
         ("pile.bin", lambda data: data[:-1], "truncated"),
         ("pile.bin", lambda data: data + b"\0" * 4, "too long"),
-        ("pile.idx", lambda data: data[:-1], "truncated"),
+        ("pile.idx", lambda data: data[:-1], "truncated.*fetch or write it anew"),
         ("pile.idx", lambda data: data[:20], "truncated"),
         ("pile.idx", lambda data: b"TNTIDX\0\0" + data, "not a Megatron index"),
         ("pile.idx", lambda data: data[:9] + b"\2" + data[10:], "version 2"),
@@ -328,7 +331,7 @@ def test_a_flipped_byte_is_detected_in_every_file(tmp_path):
             flipped = bytearray(data)
             flipped[position] ^= 1
             (out / name).write_bytes(flipped)
-            with pytest.raises(UserError, match=name):
+            with pytest.raises(UserError, match=f"{name}: damaged.*prepare the data anew"):
                 verify(out)
         (out / name).write_bytes(data)
     verify(out)
@@ -524,6 +527,22 @@ def test_an_older_folder_is_whole_and_known_as_done(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("shards", ("torch", "transformers", "tokenizers", "pyarrow", "datasets")),
+        ("windows", ("transformers", "tokenizers", "pyarrow", "datasets", "zstandard")),
+    ],
+)
+def test_the_reader_does_not_import_the_writer(module, absent):
+    code = f"import sys, spiralformer.data.{module}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    writer = {f"spiralformer.data.{name}" for name in ("prepare", "sources", "tokenizer")}
+    assert not {*writer, *absent} & set(result.stdout.split())
 
 
 def stream_of(n: int, parts: int = 3) -> TokenStream:

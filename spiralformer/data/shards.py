@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from spiralformer.errors import UserError
-from spiralformer.files import read_json, read_text
+from spiralformer.files import read_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -180,9 +180,14 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise UserError(f"{path}: no such file; make the folder with spiralformer data")
-    manifest = read_json(path)
-    manifest.pop("checksum", None)
-    if manifest_text(manifest) != read_text(path):
+    text = read_text(path)
+    try:
+        manifest = json.loads(text)
+        manifest.pop("checksum")
+        intact = manifest_text(manifest) == text
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
         raise UserError(f"{path}: damaged (its checksum does not hold); prepare the data anew")
     return manifest
 

@@ -97,8 +97,9 @@ def _files_below(folder: Path, left_out: Counter[str]) -> list[Path]:
         left_out["hidden"] += sum(path.name.startswith(".") for path in paths)
         visible = [path for path in paths if not path.name.startswith(".")]
         # Links to folders are not followed: they may lead round in circles.
-        left_out["links"] += sum(path.is_symlink() and not path.is_file() for path in visible)
-        files += [path for path in visible if path.is_file()]
+        others = [path for path in visible if path.is_symlink() or not path.is_dir()]
+        left_out["links or devices"] += sum(not path.is_file() for path in others)
+        files += [path for path in others if path.is_file()]
         folders[:] = [name for name in folders if not name.startswith(".")]
     return sorted(files)
 
