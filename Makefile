@@ -1,7 +1,7 @@
 # make run    set up, train a small SpiralFormer on the Python standard library, evaluate, sample
 # make test   set up and run the tests
 # make check  format, lint and types
-# make bench  side-by-side benchmarks (ratios against peers in the same run)
+# make bench  speed and memory beside peers
 
 PYTHON ?= python3
 VENV   := .venv

@@ -1,0 +1,289 @@
+"""What is measured: a training step, a prompt, decoded tokens, memory, growth with length.
+
+Each benchmark yields groups of measurements; the cases of a group are run in turns.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spiralformer.bench.peers import PEER, build, family, wrap
+from spiralformer.bench.timing import PATIENCE, Measurement, interleave
+from spiralformer.config import SpiralConfig
+from spiralformer.console import say
+from spiralformer.decode import prefill, stream
+from spiralformer.model import SpiralFormer
+
+WHOLE = (PEER, "baseline", "looped", "spiral-b", "spiral-l")  # compared on whole sequences
+DECODED = (PEER, "baseline", "looped", "spiral-b", "spiral-b parallel")
+PEAKS = Path("/proc/self/clear_refs")
+
+Case = Callable[[], object]
+Groups = Iterator[list[Measurement]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    scale: str = "160m"
+    repeats: int = 5
+    dtypes: Sequence[str] = ("float32", "bfloat16")
+    runners: Sequence[str] = ("eager", "native", "hf")
+    tokens: int = 32  # decoded in a run: a multiple of the longest chunk
+    context: int = 2048  # before decoding; 0: none
+    length: int = 1024  # of a training step
+    prompt: int = 4096
+    lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192)  # of growth
+
+
+# ---------------------------------------------------------------------------- benchmarks
+
+
+def train(sizes: Sizes) -> Groups:
+    for dtype in sizes.dtypes:
+        setting = f"training step of 1 × {sizes.length} tokens"
+        yield measure_whole(training, setting, WHOLE, sizes, dtype, sizes.length)
+
+
+def prompt(sizes: Sizes) -> Groups:
+    for dtype in sizes.dtypes:
+        setting = f"prompt of {sizes.prompt} tokens"
+        yield measure_whole(reading, setting, WHOLE, sizes, dtype, sizes.prompt)
+
+
+def decode(sizes: Sizes) -> Groups:
+    settings = {
+        "decoding, batch 1": [8],
+        "decoding, batch 8, ragged": [8 + 5 * row for row in range(8)],
+    }
+    if sizes.context:
+        settings[f"decoding after {sizes.context} tokens"] = [sizes.context]
+    for dtype in sizes.dtypes:
+        for setting, lengths in settings.items():
+            yield measure_decoding(setting, DECODED, sizes, dtype, *lengths)
+
+
+def memory(sizes: Sizes) -> Groups:
+    if not PEAKS.exists():
+        say("no peaks of memory: they are read from Linux's /proc")
+    for dtype in sizes.dtypes:
+        for setting, measure, length in (
+            (f"memory of a training step of 1 × {sizes.length} tokens", step_peak, sizes.length),
+            (f"decode state after {sizes.prompt} tokens", state_bytes, sizes.prompt),
+        ):
+            held = {name: measure(name, sizes.scale, length, dtype) for name in WHOLE}
+            yield [
+                Measurement(setting, dtype, name, length=length, bytes=size)
+                for name, size in held.items()
+                if size
+            ]
+
+
+def growth(sizes: Sizes) -> Groups:
+    """A member that is beyond patience at one length is not tried at the next."""
+    fast = replace(
+        sizes, runners=sizes.runners[:1] if "native" not in sizes.runners else ["native"]
+    )
+    for dtype in sizes.dtypes:
+        for setting, measure in (
+            ("prompts by length", partial(measure_whole, reading)),
+            ("training steps by length", partial(measure_whole, training)),
+            ("decoding by context", measure_decoding),
+        ):
+            names, group = list(WHOLE), []
+            for length in sorted(sizes.lengths):
+                at_length = measure(setting, names, fast, dtype, length)
+                slow = {m.model for m in at_length if max(m.seconds) > PATIENCE}
+                names = [name for name in names if name not in slow]
+                group += at_length
+            yield group
+
+
+BENCHMARKS: dict[str, Callable[[Sizes], Groups]] = {
+    "train": train,
+    "prefill": prompt,
+    "decode": decode,
+    "memory": memory,
+    "growth": growth,
+}
+
+
+def measure(
+    cases: Mapping[tuple[str, str], Case],
+    setting: str,
+    sizes: Sizes,
+    dtype: str,
+    length: int,
+    tokens: int,
+) -> list[Measurement]:
+    seconds = interleave(cases, sizes.repeats, f"{setting}, {dtype}")
+    return [
+        Measurement(setting, dtype, *case, length, tokens, runs) for case, runs in seconds.items()
+    ]
+
+
+# ---------------------------------------------------------------------------- whole sequences
+
+
+def measure_whole(
+    make: Callable[[str, SpiralConfig, str, int], Case],
+    setting: str,
+    names: Sequence[str],
+    sizes: Sizes,
+    dtype: str,
+    length: int,
+) -> list[Measurement]:
+    configs = family(sizes.scale, length)
+    cases = {(name, ""): make(name, configs[name], dtype, length) for name in names}
+    return measure(cases, setting, sizes, dtype, length, length)
+
+
+def training(name: str, config: SpiralConfig, dtype: str, length: int) -> Case:
+    """Forward, backward and AdamW on one sequence; float32 weights, autocast if bfloat16."""
+    model = build(name, config, torch.float32).train()
+    ids = torch.randint(0, config.vocab_size, (1, length + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            if name == PEER:
+                loss = model(ids[:, :-1], labels=ids[:, :-1], use_cache=False).loss
+            else:
+                loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def reading(name: str, config: SpiralConfig, dtype: str, length: int) -> Case:
+    """A prompt is read: the next token's logits are wanted, and the caches."""
+    model = build(name, config, getattr(torch, dtype)).eval()
+    ids = torch.randint(0, config.vocab_size, (1, length))
+
+    @torch.no_grad()
+    def read() -> None:
+        if name == PEER:
+            model(ids, use_cache=True, logits_to_keep=1)
+        else:
+            model.head(prefill(model, ids, last=True)[0])
+
+    return read
+
+
+# ---------------------------------------------------------------------------- decoding
+
+
+def measure_decoding(
+    setting: str, names: Sequence[str], sizes: Sizes, dtype: str, *lengths: int
+) -> list[Measurement]:
+    """A batch of prompts of these lengths is read first; each run goes on where the last ended."""
+    prompts, tokens = [[7] * length for length in lengths], sizes.tokens
+    most = tokens * (sizes.repeats + 1) + 1
+    configs = family(sizes.scale, max(lengths) + most)
+    cases: dict[tuple[str, str], Case] = {}
+    for name in names:
+        model = build(name, configs[name], getattr(torch, dtype)).eval()
+        if name == PEER:
+            cases[name, ""] = hf_decoding(model, prompts, tokens)
+        else:
+            for runner in sizes.runners:
+                cases[name, runner] = (
+                    hf_decoding(wrap(model), prompts, tokens)
+                    if runner == "hf"
+                    else our_decoding(model, runner, prompts, tokens, most)
+                )
+    return measure(cases, setting, sizes, dtype, max(lengths), tokens * len(prompts))
+
+
+def our_decoding(
+    model: SpiralFormer, kind: str, prompts: list[list[int]], tokens: int, most: int
+) -> Case:
+    rows = len(prompts)
+    new = stream(model, prompts, max_new_tokens=most, runner=runner_for(model, kind))
+    next(islice(new, rows - 1, None))  # the prompts are read, and each has its first token
+    return lambda: next(islice(new, rows * tokens - 1, None))
+
+
+def runner_for(model: SpiralFormer, kind: str) -> Any:
+    from spiralformer.decode.algorithm import EAGER
+    from spiralformer.decode.compiled import compile_for
+
+    return EAGER if kind == "eager" else compile_for(model)
+
+
+def hf_decoding(model: Any, prompts: list[list[int]], tokens: int) -> Case:
+    """`generate` of `transformers`, which is given its own output and cache to go on."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    cache = None
+
+    def go_on(count: int) -> None:
+        nonlocal ids, mask, cache
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+        ids, cache = out.sequences, out.past_key_values
+        mask = torch.cat([mask, mask.new_ones(len(mask), count)], 1)
+
+    go_on(1)
+    return lambda: go_on(tokens)
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+def step_peak(name: str, scale: str, length: int, dtype: str) -> int:
+    """Resident bytes that training takes, weights and optimizer included, in a process of its own.
+    0 where nobody can tell, or a step takes longer than PATIENCE."""
+    if not PEAKS.exists():
+        return 0
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_step_peak, name, scale, length, dtype).result()
+
+
+def _step_peak(name: str, scale: str, length: int, dtype: str) -> int:
+    def resident(kind: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.findall(kind + r":\s+(\d+) kB", status)[0])
+
+    training(name, family("nano")[name], dtype, 64)()  # imports what a first step imports
+    PEAKS.write_text("5")  # the peak so far is forgotten
+    before, begun = resident("VmRSS"), time.monotonic()
+    step = training(name, family(scale, length)[name], dtype, length)
+    step()
+    if time.monotonic() - begun > PATIENCE:
+        return 0
+    step()  # with the optimizer's state in place
+    return resident("VmHWM") - before
+
+
+@torch.no_grad()
+def state_bytes(name: str, scale: str, length: int, dtype: str) -> int:
+    """Bytes that the decode state of one sequence holds."""
+    model = build(name, family(scale, length)[name], getattr(torch, dtype)).eval()
+    ids = torch.zeros((1, length), dtype=torch.long)
+    if name != PEER:
+        _, state = prefill(model, ids, last=True)
+        state.resize(length)
+        return state.nbytes
+    layers = model(ids, use_cache=True, logits_to_keep=1).past_key_values.layers
+    return sum(kept.nbytes for layer in layers for kept in (layer.keys, layer.values))
