@@ -24,7 +24,7 @@ $(DEV): $(READY)
 
 run: $(READY)
 	$(BIN)/spiralformer data stdlib --train-bpe 4096 --valid-fraction 0.05 --out runs/stdlib
-	$(BIN)/spiralformer train configs/stdlib.yaml
+	$(BIN)/spiralformer train stdlib
 	$(BIN)/spiralformer generate runs/stdlib-spiral/model --prompt "def " --max-new-tokens 100
 
 test: $(DEV)

@@ -16,6 +16,7 @@ from typing import Any
 from spiralformer.errors import UserError
 
 PART = ".part"  # ends the name of what is not complete yet
+CONFIGS = Path(__file__).parent / "configs"  # recipes and studies that come with the package
 
 
 # ---------------------------------------------------------------------------- writing
@@ -122,6 +123,16 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
     return content
+
+
+def packaged_config(name: str) -> str:
+    """The file that a bare name such as `stdlib` or `stdlib.yaml` means, where the package has one
+    and the working folder does not; any other path or name as it is."""
+    if Path(name).name == name and not Path(name).exists():
+        for file in (CONFIGS / name, CONFIGS / f"{name}.yaml"):
+            if file.is_file():
+                return str(file)
+    return name
 
 
 def digest(content: Any) -> str:

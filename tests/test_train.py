@@ -42,7 +42,6 @@ from tests.training import (
     write_text,
 )
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 @pytest.fixture(scope="session")

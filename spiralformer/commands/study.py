@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "name",
         metavar="NAME",
-        help="main, ablation, recurrence, scaling or schedule (configs/studies), or a .yaml file",
+        help="main, ablation, recurrence, scaling or schedule, or a .yaml file",
     )
     add("--scale", default="nano", help="tiny, nano, 160m, 410m, 1b or 1.4b (%(default)s)")
     add("--seeds", type=int, metavar="N", help="seeds of each row; default: the study's")

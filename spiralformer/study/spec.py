@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-import spiralformer
 from spiralformer import presets
 from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
+from spiralformer.files import CONFIGS
 
-FOLDER = Path(spiralformer.__file__).parent.parent / "configs" / "studies"
+FOLDER = CONFIGS / "studies"
 
 
 # ---------------------------------------------------------------------------- scales
