@@ -23,6 +23,7 @@ from spiralformer.data.prepare import Recipe, prepare
 from spiralformer.data.sources import find_sources
 from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.errors import UserError
+from spiralformer.files import CONFIGS
 from spiralformer.model_folder import load_model
 from spiralformer.train import loop
 from spiralformer.train.checkpoint import RunFolder, fault, read_state
@@ -41,7 +42,6 @@ from tests.training import (
     weights,
     write_text,
 )
-
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,15 +18,15 @@ from typing import Any
 import torch
 
 from spiralformer.bench.peers import PEER, build, family, wrap
-from spiralformer.bench.timing import PATIENCE, Measurement, interleave
+from spiralformer.bench.timing import Measurement, interleave
 from spiralformer.config import SpiralConfig
 from spiralformer.console import say
 from spiralformer.decode import prefill, stream
 from spiralformer.model import SpiralFormer
 
 WHOLE = (PEER, "baseline", "looped", "spiral-b", "spiral-l")  # compared on whole sequences
-DECODED = (PEER, "baseline", "looped", "spiral-b", "spiral-b parallel")
-PEAKS = Path("/proc/self/clear_refs")
+DECODED = (*WHOLE, "spiral-b parallel")
+STATUS = Path("/proc/self/status")  # where Linux tells a process of its memory
 
 Case = Callable[[], object]
 Groups = Iterator[list[Measurement]]
@@ -35,15 +34,15 @@ Groups = Iterator[list[Measurement]]
 
 @dataclass(frozen=True)
 class Sizes:
-    scale: str = "160m"
-    repeats: int = 5
-    dtypes: Sequence[str] = ("float32", "bfloat16")
-    runners: Sequence[str] = ("eager", "native", "hf")
-    tokens: int = 32  # decoded in a run: a multiple of the longest chunk
-    context: int = 2048  # before decoding; 0: none
-    length: int = 1024  # of a training step
-    prompt: int = 4096
-    lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192)  # of growth
+    scale: str
+    repeats: int
+    dtypes: Sequence[str]
+    runners: Sequence[str]  # of decoding; growth takes the first
+    tokens: int  # decoded in a run: best a multiple of the longest chunk, so that all do the same
+    context: int  # before decoding; 0: none
+    length: int  # of a training step
+    prompt: int
+    lengths: Sequence[int]  # of growth
 
 
 # ---------------------------------------------------------------------------- benchmarks
@@ -52,13 +51,13 @@ class Sizes:
 def train(sizes: Sizes) -> Groups:
     for dtype in sizes.dtypes:
         setting = f"training step of 1 × {sizes.length} tokens"
-        yield measure_whole(training, setting, WHOLE, sizes, dtype, sizes.length)
+        yield measure_whole(training, setting, sizes, dtype, sizes.length)
 
 
 def prompt(sizes: Sizes) -> Groups:
     for dtype in sizes.dtypes:
         setting = f"prompt of {sizes.prompt} tokens"
-        yield measure_whole(reading, setting, WHOLE, sizes, dtype, sizes.prompt)
+        yield measure_whole(reading, setting, sizes, dtype, sizes.prompt)
 
 
 def decode(sizes: Sizes) -> Groups:
@@ -70,43 +69,41 @@ def decode(sizes: Sizes) -> Groups:
         settings[f"decoding after {sizes.context} tokens"] = [sizes.context]
     for dtype in sizes.dtypes:
         for setting, lengths in settings.items():
-            yield measure_decoding(setting, DECODED, sizes, dtype, *lengths)
+            yield measure_decoding(setting, sizes, dtype, *lengths)
 
 
 def memory(sizes: Sizes) -> Groups:
-    if not PEAKS.exists():
-        say("no peaks of memory: they are read from Linux's /proc")
+    kinds = [(f"decode state after {sizes.prompt} tokens", state_bytes, sizes.prompt)]
+    if STATUS.exists():
+        setting = f"memory of a training step of 1 × {sizes.length} tokens"
+        kinds.insert(0, (setting, step_peak, sizes.length))
+    else:
+        say("no peaks of training: only Linux tells them")
     for dtype in sizes.dtypes:
-        for setting, measure, length in (
-            (f"memory of a training step of 1 × {sizes.length} tokens", step_peak, sizes.length),
-            (f"decode state after {sizes.prompt} tokens", state_bytes, sizes.prompt),
-        ):
-            held = {name: measure(name, sizes.scale, length, dtype) for name in WHOLE}
+        for setting, size_of, length in kinds:
             yield [
-                Measurement(setting, dtype, name, length=length, bytes=size)
-                for name, size in held.items()
-                if size
+                Measurement(
+                    setting,
+                    dtype,
+                    name,
+                    "",
+                    length,
+                    bytes=size_of(name, sizes.scale, length, dtype),
+                )
+                for name in WHOLE
             ]
 
 
 def growth(sizes: Sizes) -> Groups:
-    """A member that is beyond patience at one length is not tried at the next."""
-    fast = replace(
-        sizes, runners=sizes.runners[:1] if "native" not in sizes.runners else ["native"]
-    )
+    sizes = replace(sizes, runners=sizes.runners[:1])
     for dtype in sizes.dtypes:
-        for setting, measure in (
+        for setting, measure_at in (
             ("prompts by length", partial(measure_whole, reading)),
             ("training steps by length", partial(measure_whole, training)),
             ("decoding by context", measure_decoding),
         ):
-            names, group = list(WHOLE), []
-            for length in sorted(sizes.lengths):
-                at_length = measure(setting, names, fast, dtype, length)
-                slow = {m.model for m in at_length if max(m.seconds) > PATIENCE}
-                names = [name for name in names if name not in slow]
-                group += at_length
-            yield group
+            at_lengths = (measure_at(setting, sizes, dtype, n) for n in sorted(sizes.lengths))
+            yield [m for group in at_lengths for m in group]
 
 
 BENCHMARKS: dict[str, Callable[[Sizes], Groups]] = {
@@ -138,13 +135,12 @@ def measure(
 def measure_whole(
     make: Callable[[str, SpiralConfig, str, int], Case],
     setting: str,
-    names: Sequence[str],
     sizes: Sizes,
     dtype: str,
     length: int,
 ) -> list[Measurement]:
     configs = family(sizes.scale, length)
-    cases = {(name, ""): make(name, configs[name], dtype, length) for name in names}
+    cases = {(name, ""): make(name, configs[name], dtype, length) for name in WHOLE}
     return measure(cases, setting, sizes, dtype, length, length)
 
 
@@ -185,25 +181,22 @@ def reading(name: str, config: SpiralConfig, dtype: str, length: int) -> Case:
 # ---------------------------------------------------------------------------- decoding
 
 
-def measure_decoding(
-    setting: str, names: Sequence[str], sizes: Sizes, dtype: str, *lengths: int
-) -> list[Measurement]:
+def measure_decoding(setting: str, sizes: Sizes, dtype: str, *lengths: int) -> list[Measurement]:
     """A batch of prompts of these lengths is read first; each run goes on where the last ended."""
     prompts, tokens = [[7] * length for length in lengths], sizes.tokens
     most = tokens * (sizes.repeats + 1) + 1
     configs = family(sizes.scale, max(lengths) + most)
     cases: dict[tuple[str, str], Case] = {}
-    for name in names:
+    for name in DECODED:
         model = build(name, configs[name], getattr(torch, dtype)).eval()
         if name == PEER:
             cases[name, ""] = hf_decoding(model, prompts, tokens)
-        else:
-            for runner in sizes.runners:
-                cases[name, runner] = (
-                    hf_decoding(wrap(model), prompts, tokens)
-                    if runner == "hf"
-                    else our_decoding(model, runner, prompts, tokens, most)
-                )
+            continue
+        for runner in sizes.runners:
+            if runner == "hf":
+                cases[name, runner] = hf_decoding(wrap(model), prompts, tokens)
+            else:
+                cases[name, runner] = our_decoding(model, runner, prompts, tokens, most)
     return measure(cases, setting, sizes, dtype, max(lengths), tokens * len(prompts))
 
 
@@ -217,6 +210,7 @@ def our_decoding(
 
 
 def runner_for(model: SpiralFormer, kind: str) -> Any:
+    """What `stream` takes as its runner."""
     from spiralformer.decode.algorithm import EAGER
     from spiralformer.decode.compiled import compile_for
 
@@ -252,26 +246,19 @@ def hf_decoding(model: Any, prompts: list[list[int]], tokens: int) -> Case:
 
 
 def step_peak(name: str, scale: str, length: int, dtype: str) -> int:
-    """Resident bytes that training takes, weights and optimizer included, in a process of its own.
-    0 where nobody can tell, or a step takes longer than PATIENCE."""
-    if not PEAKS.exists():
-        return 0
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_step_peak, name, scale, length, dtype).result()
+    """Resident bytes that training takes, weights and optimizer included."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        return alone.submit(_step_peak, name, scale, length, dtype).result()
 
 
 def _step_peak(name: str, scale: str, length: int, dtype: str) -> int:
     def resident(kind: str) -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(re.findall(kind + r":\s+(\d+) kB", status)[0])
+        return 1024 * int(re.findall(kind + r":\s+(\d+) kB", STATUS.read_text())[0])
 
     training(name, family("nano")[name], dtype, 64)()  # imports what a first step imports
-    PEAKS.write_text("5")  # the peak so far is forgotten
-    before, begun = resident("VmRSS"), time.monotonic()
+    before = resident("VmRSS")
     step = training(name, family(scale, length)[name], dtype, length)
     step()
-    if time.monotonic() - begun > PATIENCE:
-        return 0
     step()  # with the optimizer's state in place
     return resident("VmHWM") - before
 

@@ -48,22 +48,16 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if "model name" in line]
     return {
-        "cpu": _cpu_name(),
+        "cpu": (names or [platform.processor() or platform.machine()])[0],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 # ---------------------------------------------------------------------------- tables
@@ -83,24 +77,24 @@ def by_length(group: Group) -> bool:
 
 def rows(group: Group) -> tuple[list[str], list[list[str]]]:
     """The header and rows of a group's table: memory, speeds by length, or speeds."""
-    peer = next((m for m in group if m.model == PEER), None)
+    peer = next(m for m in group if m.model == PEER)
     if group[0].bytes:
-        ratio = [f"{m.bytes / peer.bytes:.2f}" if peer else "" for m in group]
-        cells = [[m.label, f"{m.bytes / 2**20:,.1f}"] for m in group]
-        return ["", "MiB", "÷ hf"], [[*row, r] for row, r in zip(cells, ratio, strict=True)]
+        return ["", "MiB", "÷ hf"], [
+            [m.label, f"{m.bytes / 2**20:,.1f}", f"{m.bytes / peer.bytes:.2f}"] for m in group
+        ]
     if by_length(group):
         lengths = sorted({m.length for m in group})
         speeds = {(m.label, m.length): f"{m.median:,.1f}" for m in group}
         return ["tokens/s", *(f"{length:,}" for length in lengths)], [
-            [label, *(speeds.get((label, length), "") for length in lengths)]
+            [label, *(speeds[label, length] for length in lengths)]
             for label in dict.fromkeys(m.label for m in group)
         ]
-    return ["", "tokens/s", "best", "÷ hf", "runs"], [
+    return ["tokens/s", "median", "best", "÷ hf", "runs"], [
         [
             m.label,
             f"{m.median:,.1f}",
             f"{m.best:,.1f}",
-            f"{m.median / peer.median:.2f}" if peer else "",
+            f"{m.median / peer.median:.2f}",
             str(len(m.seconds)),
         ]
         for m in group
@@ -152,11 +146,11 @@ def draw(folder: Path) -> Path | None:
 
     def lines(axes: Any, group: Group) -> None:
         for label in dict.fromkeys(m.label for m in group):
-            points = [(m.length, m.median) for m in group if m.label == label]
-            ink = next(colours[m.model] for m in group if m.label == label)
-            axes.plot(*zip(*points, strict=True), "o-", color=ink, label=label, markersize=3)
+            points = [m for m in group if m.label == label]
+            lengths, speeds = [m.length for m in points], [m.median for m in points]
+            ink = colours[points[0].model]
+            axes.loglog(lengths, speeds, "o-", color=ink, label=label, markersize=3)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.set_xlabel("tokens")
         axes.set_ylabel("tokens/s")
         axes.legend()

@@ -16,27 +16,19 @@ BENCHMARKS = {
     "memory": "peak of a training step, bytes of a decode state",
     "growth": "speed at several lengths",
 }
+DTYPES = ["float32", "bfloat16"]
+RUNNERS = ["native", "eager", "hf"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "benchmark",
-        nargs="*",
-        metavar="BENCHMARK",
-        help="; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items()) + " (default: all)",
-    )
+    what = "; ".join(f"{name}: {about}" for name, about in BENCHMARKS.items())
+    add("benchmark", nargs="*", metavar="BENCHMARK", help=f"{what} (default: all)")
     add("--scale", default="160m", help="160m, 410m, 1b, 1.4b or nano (%(default)s)")
     add("--repeats", type=int, default=5, help="runs of each case, after a first (%(default)s)")
-    dtypes, runners = ["float32", "bfloat16"], ["eager", "native", "hf"]
-    add("--dtypes", nargs="+", default=dtypes, choices=dtypes)
-    add(
-        "--runners",
-        nargs="+",
-        default=runners,
-        choices=runners,
-        help="of decoding; hf: transformers' generate",
-    )
+    add("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    runners = "of decoding; hf: transformers' generate; growth takes the first"
+    add("--runners", nargs="+", default=RUNNERS, choices=RUNNERS, help=runners)
     add("--tokens", type=int, default=32, help="tokens decoded in a run (%(default)s)")
     add("--context", type=int, default=2048, help="the long context; 0: none (%(default)s)")
     add("--length", type=int, default=1024, help="of a training step (%(default)s)")
@@ -47,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from spiralformer.files import writing
     from spiralformer.presets import SIZES
 
     for name in args.benchmark:
@@ -59,10 +52,8 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < least:
             raise UserError(f"--{name} {value}: at least {least} is needed")
     if len(set(args.lengths)) < 2 or min(args.lengths) < 1:
-        raise UserError(f"--lengths {args.lengths}: give two or more different lengths")
-
-    from spiralformer.files import writing
-
+        given = " ".join(map(str, args.lengths))
+        raise UserError(f"--lengths {given}: give two or more different lengths")
     with writing(args.out):  # better now than after an hour
         args.out.mkdir(parents=True, exist_ok=True)
 
@@ -71,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
     from spiralformer.bench import cases, report
     from spiralformer.console import table
 
-    report.read(args.out)  # its records and the new ones make one table
+    report.read(args.out)  # its records and these will make one table
     if args.threads:
         torch.set_num_threads(args.threads)
-    chosen = {name: getattr(args, name) for name in cases.Sizes.__dataclass_fields__}
+    sizes = cases.Sizes(**{name: getattr(args, name) for name in cases.Sizes.__annotations__})
     command = shlex.join(["spiralformer", *sys.argv[1:]])
     for name in args.benchmark or BENCHMARKS:
         measurements = []
-        for group in cases.BENCHMARKS[name](cases.Sizes(**chosen)):
+        for group in cases.BENCHMARKS[name](sizes):
             print(f"{group[0].setting}, {group[0].dtype}, {args.scale} shapes")
             print(table(*report.rows(group)), flush=True)
             measurements += group

@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (EPILOG + describe_fields()).replace("%", "%%")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="a .yaml or .json file, a recipe (stdlib, nano), or a model preset")
+    add(
+        "config",
+        metavar="CONFIG",
+        help="a .yaml or .json file, a recipe (stdlib, nano), or a model preset",
+    )
     add("settings", nargs="*", metavar="field=value", help="changes to it, for example steps=500")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from a checkpoint, or not at all")
