@@ -126,10 +126,11 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def packaged_config(name: str) -> str:
-    """The file that a bare name such as `stdlib` or `stdlib.yaml` means, where the package has one
-    and the working folder does not; any other path or name as it is."""
-    if Path(name).name == name and not Path(name).exists():
-        for file in (CONFIGS / name, CONFIGS / f"{name}.yaml"):
+    """The file that `stdlib`, `stdlib.yaml` or `configs/stdlib.yaml` means, where the package has
+    one and the working folder does not; any other path or name as it is."""
+    if not Path(name).exists():
+        bare = name.removeprefix("configs/")
+        for file in (CONFIGS / bare, CONFIGS / f"{bare}.yaml"):
             if file.is_file():
                 return str(file)
     return name
