@@ -16,6 +16,7 @@ from typing import Any
 from spiralformer.errors import UserError
 
 PART = ".part"  # ends the name of what is not complete yet
+CONFIGS = Path(__file__).parent / "configs"  # recipes and studies that come with the package
 
 
 # ---------------------------------------------------------------------------- writing
@@ -123,6 +124,17 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
     return content
+
+
+def packaged_config(name: str) -> str:
+    """The file that `stdlib`, `stdlib.yaml` or `configs/stdlib.yaml` means, where the package has
+    one and the working folder does not; any other path or name as it is."""
+    if not Path(name).exists():
+        bare = name.removeprefix("configs/")
+        for file in (CONFIGS / bare, CONFIGS / f"{bare}.yaml"):
+            if file.is_file():
+                return str(file)
+    return name
 
 
 def digest(content: Any) -> str:

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from spiralformer import SpiralConfig, SpiralFormer, cli
-from spiralformer.hf.neox import from_gpt_neox, to_gpt_neox
 from spiralformer.errors import UserError
+from spiralformer.hf.neox import from_gpt_neox, to_gpt_neox
 from spiralformer.model_folder import CheckpointError, load_model, save_model
 
 SIZES = {

@@ -692,7 +692,7 @@ def test_masks_and_caches_that_contradict_are_refused():
         model(new[:2], past_key_values=cache)
     with pytest.raises(decode.StateError, match="another model"):
         wrapped(PAPER.replace(layout="2+1x{1/2,1}+1"))(new, past_key_values=cache)
-    with pytest.raises(decode.StateError, match="cannot be truncated to 12.*history=1 or more"):
+    with pytest.raises(decode.StateError, match=r"cannot be truncated to 12.*history=1 or more"):
         cache.crop(-1)
 
 

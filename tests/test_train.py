@@ -24,6 +24,7 @@ from spiralformer.data.sources import find_sources
 from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
+from spiralformer.files import CONFIGS
 from spiralformer.model_folder import load_model
 from spiralformer.train import Interrupted, RunFolder, TrainConfig, distributed, loop, run, train
 from spiralformer.train.checkpoint import fault, read_state, saved
@@ -42,7 +43,6 @@ from tests.training import (
     write_text,
 )
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 OLD = Path(__file__).parent / "fixtures" / "run-0.1"
 
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="the fastest runner of the device, built first if need be: native on CPUs, else compile",
+        help="the fastest runner of the device, built if need be: native on CPUs, else compile",
     )
 
 
@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
     rest = count - len(ids)
     speed = f", then {rest / (ended - first):.1f} tokens/s" if rest > 0 else ""
     print(
-        f"[{sum(map(len, ids))} prompt tokens read in {first - begun:.2f} s{speed}; {count} new; {runner.name}]",
+        f"[{sum(map(len, ids))} prompt tokens read in {first - begun:.2f} s{speed}; {count} new; "
+        f"{runner.name} runner]",
         file=sys.stderr,
     )
     return 0

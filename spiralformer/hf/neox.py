@@ -189,13 +189,13 @@ def from_gpt_neox(folder: str | Path) -> SpiralFormer:
         model = SpiralFormer(config)
     weights = {}
     for name, wanted in model.state_dict().items():
-        name_there = their_name(name)
-        if name_there not in theirs:
-            raise CheckpointError(f"{folder}: the weights lack {name_there!r}")
-        tensor = theirs.pop(name_there)
+        original = their_name(name)
+        if original not in theirs:
+            raise CheckpointError(f"{folder}: the weights lack {original!r}")
+        tensor = theirs.pop(original)
         if tensor.shape != wanted.shape:
             raise CheckpointError(
-                f"{folder}: {name_there!r} has the shape {tuple(tensor.shape)}; config.json asks for "
+                f"{folder}: {original!r} has the shape {tuple(tensor.shape)}; config.json asks for "
                 f"{tuple(wanted.shape)}"
             )
         packed = ".attention.qkv." in name

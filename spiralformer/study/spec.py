@@ -26,14 +26,13 @@ from pydantic import (
     model_validator,
 )
 
-import spiralformer
 from spiralformer import presets
 from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
-from spiralformer.files import read_text
+from spiralformer.files import CONFIGS, read_text
 
-FOLDER = Path(spiralformer.__file__).parent.parent / "configs" / "studies"
+FOLDER = CONFIGS / "studies"
 
 
 # ---------------------------------------------------------------------------- scales
