@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spiralformer import paper
-from spiralformer.evaluate.run import write as write_text
+from spiralformer.files import write_text
 from spiralformer.probes.report import html_table, page
 from spiralformer.study.conduct import Bench, Results
 from spiralformer.study.figures import draw
