@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spiralformer.config import SpiralConfig
 from spiralformer.console import Progress
-from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
+from spiralformer.data.tokenizer import EOT, TextTokenizer, load_tokenizer
 from spiralformer.decode import Sampling, extend, generate, prefill
 from spiralformer.decode.generate import TextStream
 from spiralformer.errors import UserError
@@ -33,12 +34,10 @@ from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
 from spiralformer.model_folder import MODEL_TYPE, load_config, load_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx")
 DEFAULT_LENGTH = 2048
 DEFAULT_NEW_TOKENS = 256  # where a task does not say how long an answer may be, as in the harness
-SORTED_BATCHES = 32  # requests of so many batches are sorted by length, to save padding
+BATCHES = 32  # so many are sorted by length together; what they answer is kept when they are done
 LOGITS = 1 << 27  # most logits of a Hugging Face model that exist at once, unless one row has more
 
 Request = tuple[Any, list[int], list[int]]  # texts, tokens of the context, of the continuation
@@ -86,11 +85,11 @@ def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> Inspected
             f"{folder}: the tokenizer does not fit the model: its largest id is {largest}, the "
             f"model's vocabulary has {vocab_size}; put the tokenizer it was trained with there"
         )
-    print_of_files = fingerprint(folder)
+    identity = fingerprint(folder)
     if ours is not None:
         load_model(folder, device="meta")  # do the weights fit the configuration?
     return InspectedFolder(
-        folder, ours, tokenizer, max_length, print_of_files, digest(ids), trust_remote_code
+        folder, ours, tokenizer, max_length, identity, digest(ids), trust_remote_code
     )
 
 
@@ -124,11 +123,8 @@ def _inspect_foreign(folder: Path, trusted: bool) -> tuple[Any, int, int]:
 
 def _prefix(tokenizer: Any) -> int | None:
     """As the harness chooses it; a bare tokenizer.json does not say which token it is."""
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return token
-    vocabulary = tokenizer.get_vocab()
-    return next((vocabulary[token] for token in END_OF_TEXT if token in vocabulary), None)
+    tokens = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.get_vocab().get(EOT))
+    return next((token for token in tokens if token is not None), None)
 
 
 def fingerprint(folder: Path) -> str:
@@ -148,12 +144,23 @@ def fingerprint(folder: Path) -> str:
     return digest([(path.name, digest(path)) for path in files])
 
 
+def choose_device(asked: str | None) -> str:
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=asked)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {asked}: not usable here ({first_line(error)})") from None
+    return asked
+
+
 def load_lm(
     inspected: InspectedFolder, *, device: str, dtype: str = "auto", batch_size: int = 8
 ) -> SpiralLM | HuggingFaceLM:
     """Loads the weights; dtype `auto` is the one they were saved in."""
     if inspected.spiral_config is not None:
-        model = load_model(inspected.folder, dtype=DTYPES.get(dtype), device=device)
+        wanted = None if dtype == "auto" else getattr(torch, dtype)
+        model = load_model(inspected.folder, dtype=wanted, device=device)
         return SpiralLM(model.requires_grad_(False), inspected.tokenizer, batch_size)
     with quiet():
         try:
@@ -176,8 +183,8 @@ def load_lm(
 
 
 class FolderLM(TemplateLM):
-    """What our two kinds of model share: requests are tokenized and scored some at a time, and
-    texts in the windows that `perplexity` describes."""
+    """What our two kinds of model share: texts are scored in the windows that `perplexity`
+    describes, and progress is shown."""
 
     max_length: int
     batch_size: int
@@ -185,53 +192,41 @@ class FolderLM(TemplateLM):
     stride: int | None = None  # tokens between the ends of two windows; None: the context
     label = ""  # of the progress bar
     screen: TextIO | None = None  # where it is drawn; None: nowhere
+    progress = Progress("", shown=False)
     truncated = 0  # prompts that lost their beginning to the longest sequence
 
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        answers: list[tuple[float, bool]] = []
-        size = SORTED_BATCHES * self.batch_size
-        with self._progress(len(requests), "answers") as progress:
-            for first in range(0, len(requests), size):
-                some = requests[first : first + size]
-                answers += super().loglikelihood(some, disable_tqdm=True)
-                progress.advance(len(some))
-        return answers
+        with self._progress(len(requests), "answers"):
+            return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         context = min(self.context or self.max_length, self.max_length)
         stride = min(self.stride or context, context)
         texts = [request.args[0] for request in requests]
-        encoded = [
-            np.array([self.prefix_token_id, *self.tok_encode(text)], np.int32) for text in texts
-        ]
-        pending = (
-            (number, window)
-            for number, tokens in enumerate(encoded)
-            for window in windows(len(tokens) - 1, context, stride)
-        )
-        totals, told = [0.0] * len(texts), 0
-        with self._progress(sum(len(tokens) - 1 for tokens in encoded), "tokens") as progress:
-            while some := list(itertools.islice(pending, SORTED_BATCHES * self.batch_size)):
+        tokens = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
+        cuts = [list(windows(len(some) - 1, context, stride)) for some in tokens]
+        totals = [0.0] * len(texts)
+        with self._progress(sum(map(len, cuts)), "windows"):
+            for numbers in self._groups(range(len(texts))):
+                owners = [n for n in numbers for _ in cuts[n]]
                 parts = [
-                    (None, encoded[n][w.start : w.scored_from + 1].tolist(),
-                     encoded[n][w.scored_from + 1 : w.end + 1].tolist())
-                    for n, w in some
+                    (None, tokens[n][w.start : w.scored_from + 1],
+                     tokens[n][w.scored_from + 1 : w.end + 1])
+                    for n in numbers
+                    for w in cuts[n]
                 ]  # fmt: skip
-                answers = self._loglikelihood_tokens(parts, disable_tqdm=True)
-                for (number, _), (likelihood, _) in zip(some, answers, strict=True):
-                    totals[number] += likelihood
-                for number in range(told, some[-1][0]):  # whose windows have all been seen
-                    self._tell(texts[number], totals[number])
-                told = some[-1][0]
-                progress.advance(sum(len(target) for _, _, target in parts))
-        for number in range(told, len(texts)):
-            self._tell(texts[number], totals[number])
+                answers = self._loglikelihood_tokens(parts)
+                for n, (likelihood, _) in zip(owners, answers, strict=True):
+                    totals[n] += likelihood
+                for n in numbers:
+                    self.cache_hook.add_partial("loglikelihood_rolling", (texts[n],), totals[n])
         return totals
 
-    def _tell(self, text: str, likelihood: float) -> None:
-        self.cache_hook.add_partial("loglikelihood_rolling", (text,), likelihood)
+    def _groups(self, items: Any) -> Iterator[Any]:
+        size = BATCHES * self.batch_size
+        return (items[first : first + size] for first in range(0, len(items), size))
 
     def _check_lengths(self, requests: list[Request]) -> None:
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
@@ -243,13 +238,14 @@ class FolderLM(TemplateLM):
         self.truncated += sum(len(c) + len(t) > self.max_length + 1 for _, c, t in requests)
 
     @contextlib.contextmanager
-    def _progress(self, total: int, unit: str) -> Iterator[Progress]:
-        """Heard also where the libraries around are kept quiet."""
+    def _progress(self, total: int, unit: str) -> Iterator[None]:
+        """Seen also where the libraries around are kept quiet."""
+        shown = self.screen is not None
         with (
-            contextlib.redirect_stderr(self.screen) if self.screen else contextlib.nullcontext(),
-            Progress(self.label, total, unit, shown=self.screen is not None) as progress,
+            contextlib.redirect_stderr(self.screen or sys.stderr),
+            Progress(self.label, total, unit, shown=shown) as self.progress,
         ):
-            yield progress
+            yield
 
 
 class SpiralLM(FolderLM):
@@ -296,6 +292,7 @@ class SpiralLM(FolderLM):
                 answers[i] = answer
                 if requests[i][0] is not None:  # a window of a text is no request
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+            self.progress.advance(len(numbers))
         return answers
 
     def _score(
@@ -313,25 +310,20 @@ class SpiralLM(FolderLM):
             losses.append(F.cross_entropy(logits, target, reduction="none"))
             hits.append(logits.argmax(-1) == target)
         lengths = [len(row) for row in rows]
-        return [
-            (-float(loss.double().sum()), bool(hit.all()))
-            for loss, hit in zip(
-                torch.cat(losses).split(lengths), torch.cat(hits).split(lengths), strict=True
-            )
-        ]
+        by_row = zip(torch.cat(losses).split(lengths), torch.cat(hits).split(lengths), strict=True)
+        return [(-float(loss.double().sum()), bool(hit.all())) for loss, hit in by_row]
 
     def _states(self, contexts: list[list[int]], continuations: list[list[list[int]]]) -> Tensor:
         """The output states (N, D) that predict each token of each continuation, one continuation
         after the other. Continuations of one context go on from one state that has read it."""
         rows = [row for some in continuations for row in some]
+        lengths = [len(context) for context in contexts]
         if len(rows) == len(contexts):  # nothing is shared: one pass over both together
             texts = [context + row[:-1] for context, row in zip(contexts, rows, strict=True)]
-            ids = self._padded(texts)  # the model is causal, so right padding needs no mask
-            scored = torch.zeros(ids.shape, dtype=torch.bool)
-            for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
-                scored[i, len(context) - 1 : len(text)] = True
-            return self.model.hidden(self.model.embed(ids))[scored.to(ids.device)]
-        lengths = [len(context) for context in contexts]
+            # The model is causal, so right padding needs no mask.
+            out = self.model.hidden(self.model.embed(self._padded(texts)))
+            scored = [slice(n - 1, len(text)) for n, text in zip(lengths, texts, strict=True)]
+            return torch.cat([h[part] for h, part in zip(out, scored, strict=True)])
         owners = [i for i, some in enumerate(continuations) for _ in some]
         longest = max(lengths[i] + len(row) for i, row in zip(owners, rows, strict=True))
         out, state = prefill(self.model, self._padded(contexts), lengths, capacity=longest - 1)
@@ -339,40 +331,37 @@ class SpiralLM(FolderLM):
         state.reorder(owners)
         inputs = [row[:-1] for row in rows]
         more = extend(self.model, state, self._padded(inputs), [len(row) for row in inputs])
-        states = torch.cat((first, more), 1)
-        ends = torch.tensor([len(row) for row in rows], device=states.device)
-        return states[torch.arange(states.shape[1], device=states.device)[None] < ends[:, None]]
+        out = torch.cat((first, more), 1)
+        return torch.cat([h[: len(row)] for h, row in zip(out, rows, strict=True)])
 
     def _padded(self, rows: list[list[int]]) -> Tensor:
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
-        return ids.to(self.device)
+        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+        return pad_sequence(tensors, batch_first=True).to(self.device)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """One by one: an answer never depends on its neighbours, and settings differ."""
         answers = []
-        with self._progress(len(requests), "answers") as progress:
+        with self._progress(len(requests), "answers"):
             for request in requests:
                 context, settings = request.args
                 until = settings.get("until") or []
-                stops = [until] if isinstance(until, str) else list(until)
                 room = int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS))
                 room = min(room, self.max_length - 1)
+                stops = [until] if isinstance(until, str) else list(until)
                 text = TextStream(self.text_tokenizer.decode, stops)
                 prompt = self.tok_encode(context) or [self.prefix_token_id]
-                sampled = settings.get("do_sample", False)
+                is_sampled = settings.get("do_sample", False)
                 (new,) = generate(
                     self.model,
                     [prompt[-(self.max_length - room) :]],
                     max_new_tokens=room,
-                    sampling=Sampling(settings.get("temperature", 1.0) if sampled else 0),
+                    sampling=Sampling(settings.get("temperature", 1.0) if is_sampled else 0),
                     stop_ids=[self.eot_token_id],
                     stop=text.stopped,
                 )
                 answers.append(text.text(new))
                 self.cache_hook.add_partial("generate_until", request.args, answers[-1])
-                progress.advance()
+                self.progress.advance()
         return answers
 
 
@@ -385,27 +374,20 @@ class HuggingFaceLM(FolderLM, HFLM):
         self, requests: list[Request], disable_tqdm: bool = True, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         self._check_lengths(requests)
-        asked = self.batch_size_per_gpu
-        longest = max((len(c) + len(t) for _, c, t in requests), default=1)
-        row = min(longest, self.max_length) * self.config.get_text_config().vocab_size
-        self.batch_size_per_gpu = max(1, min(asked, LOGITS // row))
-        try:
-            return HFLM._loglikelihood_tokens(self, requests, disable_tqdm=True)
-        finally:
-            self.batch_size_per_gpu = asked
+        asked, answers = self.batch_size_per_gpu, []
+        for some in self._groups(requests):
+            longest = max(len(c) + len(t) for _, c, t in some)
+            row = min(longest, self.max_length) * self.config.get_text_config().vocab_size
+            self.batch_size_per_gpu = max(1, min(asked, LOGITS // row))
+            try:
+                answers += HFLM._loglikelihood_tokens(self, some, disable_tqdm=True)
+            finally:
+                self.batch_size_per_gpu = asked
+            self.progress.advance(len(some))
+        return answers
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         return HFLM.generate_until(self, requests, disable_tqdm=True)
 
     def get_model_info(self) -> dict[str, Any]:
         return {}  # the harness would ask the hub for it
-
-
-def choose_device(asked: str | None) -> str:
-    if asked is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=asked)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {asked}: not usable here ({first_line(error)})") from None
-    return asked

@@ -20,6 +20,11 @@ import numpy as np
 from spiralformer.evaluate.tasks import Document
 
 
+class Score(NamedTuple):
+    value: float
+    stderr: float | None = None
+
+
 class Window(NamedTuple):
     """Inputs are tokens start … end-1 of the prefixed document; targets follow them by one."""
 
@@ -40,55 +45,39 @@ def windows(targets: int, context: int, stride: int) -> Iterator[Window]:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The loss of a text, and what it is divided by."""
+    """The loss of a text in nats, summed over tokens, and what it is divided by."""
 
-    loss: float  # in nats, summed over tokens
+    loss: float
+    loss_stderr: float | None  # from the differences between documents
     tokens: int
     words: int
     bytes: int
     documents: int
-    loss_stderr: float | None  # of the loss per token, from the differences between documents
 
-    @property
-    def per_token(self) -> float:
-        return _exp(self.loss / self.tokens)
-
-    @property
-    def per_word(self) -> float:
-        return _exp(self.loss / self.words)
-
-    @property
-    def per_byte(self) -> float:
-        return _exp(self.loss / self.bytes)
+    def per(self, unit: str) -> Score:
+        """Perplexity per token, word or byte."""
+        count = {"token": self.tokens, "word": self.words, "byte": self.bytes}[unit]
+        nats = self.loss / count
+        value = math.exp(nats) if nats < 700 else math.inf
+        return Score(value, None if self.loss_stderr is None else value * self.loss_stderr / count)
 
     @property
     def bits_per_byte(self) -> float:
         return self.loss / self.bytes / math.log(2)
 
-    def stderr(self, count: int) -> float | None:
-        """Of the perplexity per token, word or byte: `count` is how many of them there are."""
-        if self.loss_stderr is None:
-            return None
-        return _exp(self.loss / count) * self.loss_stderr * self.tokens / count
-
     def metrics(self) -> dict[str, Any]:
         """As the harness names them; it has no perplexity per token."""
-        return {
+        metrics: dict[str, Any] = {
             "sample_len": self.documents,
             "tokens": self.tokens,
             "loss": self.loss,
-            "token_perplexity,none": self.per_token,
-            "token_perplexity_stderr,none": self.stderr(self.tokens),
-            "word_perplexity,none": self.per_word,
-            "word_perplexity_stderr,none": self.stderr(self.words),
-            "byte_perplexity,none": self.per_byte,
-            "byte_perplexity_stderr,none": self.stderr(self.bytes),
             "bits_per_byte,none": self.bits_per_byte,
         }
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+        for unit in ("token", "word", "byte"):
+            score = self.per(unit)
+            metrics[f"{unit}_perplexity,none"] = score.value
+            metrics[f"{unit}_perplexity_stderr,none"] = score.stderr
+        return metrics
 
 
 def perplexity(lm: Any, documents: Sequence[Document]) -> Perplexity:
@@ -103,18 +92,18 @@ def perplexity(lm: Any, documents: Sequence[Document]) -> Perplexity:
     counts = np.array([len(lm.tok_encode(document.text)) for document in documents])
     return Perplexity(
         loss=float(losses.sum()),
+        loss_stderr=_stderr(losses, counts),
         tokens=int(counts.sum()),
         words=sum(document.words for document in documents),
         bytes=sum(document.bytes for document in documents),
         documents=len(documents),
-        loss_stderr=_ratio_stderr(losses, counts),
     )
 
 
-def _ratio_stderr(losses: np.ndarray, counts: np.ndarray) -> float | None:
-    """The standard error of Σ losses / Σ counts over documents that are drawn independently."""
+def _stderr(losses: np.ndarray, counts: np.ndarray) -> float | None:
+    """Of the loss of so many tokens, if documents are drawn independently: that of a ratio."""
     n = len(losses)
     if n < 2:
         return None
     residuals = losses - losses.sum() / counts.sum() * counts
-    return float(np.sqrt(n / (n - 1) * np.square(residuals).sum()) / counts.sum())
+    return float(np.sqrt(n / (n - 1) * np.square(residuals).sum()))

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from spiralformer import __version__, files
 from spiralformer.console import duration, say
 from spiralformer.errors import UserError
 from spiralformer.evaluate import tasks
-from spiralformer.evaluate.tasks import PAPER, TEXTS, LoadedTask
+from spiralformer.evaluate.perplexity import Perplexity, Score, perplexity
+from spiralformer.evaluate.tasks import PAPER, TEXTS, Document, LoadedTask
 
-if TYPE_CHECKING:  # these need torch and the harness
+if TYPE_CHECKING:  # it needs torch and the harness
     from spiralformer.evaluate.lm import InspectedFolder
-    from spiralformer.evaluate.perplexity import Perplexity
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 BOOTSTRAPS = 1000  # for the standard error of LAMBADA's perplexity
 
 
@@ -59,8 +59,6 @@ class Options:
                 f"--stride {self.stride} is longer than --context {self.context}: tokens between "
                 "two windows would not be scored"
             )
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise UserError(f"--data-dir {self.data_dir}: no such folder")
         if not self.names and not self.text_files:
@@ -79,11 +77,6 @@ class Options:
         return [name for name in self.names if name in TEXTS]
 
 
-class Score(NamedTuple):
-    value: float
-    stderr: float | None
-
-
 @dataclass
 class Evaluation:
     """What one model reached."""
@@ -96,9 +89,10 @@ class Evaluation:
 
     def score(self, task: str, shots: int, metric: str | None = None) -> Score | None:
         """A metric of a task: if none is named, the one that the paper reports, or the first."""
+        metrics = self.metrics(task, shots)
         if metric is None:
-            metric = PAPER[task].metric if task in PAPER else next(iter(self.metrics(task, shots)))
-        return self.metrics(task, shots).get(metric)
+            metric = PAPER[task].metric if task in PAPER else next(iter(metrics), "")
+        return metrics.get(metric)
 
     def metrics(self, task: str, shots: int) -> dict[str, Score]:
         """All metrics of a task; those of a filter other than none are `metric,filter`."""
@@ -117,8 +111,8 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
     """Everything asked for, for each model folder. Progress goes to standard error."""
     if missing := [name for name in ("lm_eval", "datasets") if find_spec(name) is None]:
         raise UserError(f"{', '.join(missing)} is not installed: pip install 'spiralformer[eval]'")
-    most, given = max(options.shots, default=0), [Path(folder) for folder in folders]
-    names = _short_names(given)
+    names = _short_names([Path(folder) for folder in folders])
+    most = max(options.shots, default=0)
     if options.data_dir is not None:
         tasks.missing_files(options.names, options.data_dir, most)
     with files.writing(options.out, "choose another --out"):
@@ -126,30 +120,28 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
         if not os.access(options.out, os.W_OK):
             raise PermissionError(13, "no permission", str(options.out))
 
-    from spiralformer.evaluate import lm
+    from spiralformer.evaluate import lm as lms
 
-    device = lm.choose_device(options.device)
+    device = lms.choose_device(options.device)
     trusted = options.trust_remote_code
-    models = [lm.inspect(folder, trust_remote_code=trusted) for folder in given]
+    models = [lms.inspect(folder, trust_remote_code=trusted) for folder in folders]
     for model in models:
         _check_window(model, options)
     texts = tasks.load_texts(options.text_names, options.data_dir, options.text_files)
-    loaded = {}
+    loaded: dict[str, LoadedTask] = {}
     if options.task_names:
         loaded = tasks.load_tasks(options.task_names, options.data_dir, most, options.limit)
     evaluations = []
-    with open(os.dup(2), "w", errors="replace") as screen:
-        for name, model in zip(names, models, strict=True):
-            scorer = lm.load_lm(
-                model, device=device, dtype=options.dtype, batch_size=options.batch_size
-            )
-            scorer.context, scorer.stride, scorer.screen = options.context, options.stride, screen
-            evaluation = Evaluation(name, model, shown={k: v.shown for k, v in loaded.items()})
-            evaluations.append(evaluation)
-            _score_texts(evaluation, scorer, texts, options)
-            for shots in sorted(set(options.shots)) if loaded else ():
-                _score_tasks(evaluation, scorer, loaded, shots, options)
-            del scorer
+    for name, model in zip(names, models, strict=True):
+        lm = lms.load_lm(model, device=device, dtype=options.dtype, batch_size=options.batch_size)
+        lm.context, lm.stride, lm.screen = options.context, options.stride, sys.stderr
+        evaluation = Evaluation(name, model, shown={k: v.shown for k, v in loaded.items()})
+        evaluations.append(evaluation)
+        if texts:
+            _evaluate_texts(evaluation, lm, texts, options)
+        for shots in sorted(set(options.shots)) if loaded else ():
+            _evaluate_tasks(evaluation, lm, loaded, shots, options)
+        del lm
     return evaluations
 
 
@@ -187,74 +179,82 @@ def _cache(model: InspectedFolder, options: Options) -> str:
     return str(options.out / "cache" / files.digest(key))
 
 
-def _score_texts(evaluation: Evaluation, lm: Any, texts: dict[str, Any], options: Options) -> None:
+def _evaluate_texts(
+    evaluation: Evaluation, lm: Any, texts: dict[str, list[Document]], options: Options
+) -> None:
     from lm_eval.api.model import CachingLM
 
-    from spiralformer.evaluate.perplexity import perplexity
-
-    if not texts:
-        return
     with files.writing(options.out), tasks.quiet():
         cached = CachingLM(lm, _cache(evaluation.model, options) + "_rank0.db")
     for name, documents in texts.items():
         lm.label, started = f"{evaluation.name}  {name}", time.monotonic()
         with tasks.quiet():
-            result = perplexity(cached, documents[: options.limit])
-        evaluation.texts[name] = result
-        took = duration(time.monotonic() - started)
-        say(f"{lm.label}  {result.per_token:.6g} per token  ({took})")
+            evaluation.texts[name] = perplexity(cached, documents[: options.limit])
+        value = evaluation.texts[name].per("token").value
+        say(f"{lm.label}  {value:.6g} per token  ({duration(time.monotonic() - started)})")
     cached.dbdict.close()
     results = {name: result.metrics() for name, result in evaluation.texts.items()}
-    config = _config(evaluation, options) | {"context": options.context, "stride": options.stride}
+    config = {"context": options.context, "stride": options.stride}
     _write(evaluation, options, "texts", {"results": results, "config": config})
 
 
-def _score_tasks(
+def _evaluate_tasks(
     evaluation: Evaluation, lm: Any, loaded: dict[str, LoadedTask], shots: int, options: Options
 ) -> None:
-    from lm_eval import simple_evaluate
-
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or each bootstrap starts a process per core
-    samples: dict[str, list[int]] = {}
-    for task in loaded.values():
-        samples |= task.samples(options.limit) if options.limit else {}
-        for name, part in task.parts.items():  # the harness leaves its last number there
-            part.set_config("num_fewshot", task.shots[name])
     lm.label, lm.truncated, started = f"{evaluation.name}  {shots}-shot", 0, time.monotonic()
-    with files.writing(options.out), tasks.quiet():
-        results = simple_evaluate(
-            model=lm,
-            tasks=[root for task in loaded.values() for root in task.roots],
-            num_fewshot=shots,
+    with files.writing(options.out):
+        results = score_tasks(
+            lm,
+            loaded,
+            shots,
+            limit=options.limit,
+            use_cache=_cache(evaluation.model, options),
             batch_size=options.batch_size,
             device=str(lm.device),
-            use_cache=_cache(evaluation.model, options),
-            samples=samples or None,
-            bootstrap_iters=BOOTSTRAPS,
-            log_samples=False,
             fewshot_random_seed=options.seed,
         )
-    for task in loaded.values():
-        for part in task.parts.values():
-            part._instances = None  # the prompts, which are large
-    results["config"] |= _config(evaluation, options) | {"truncated_prompts": lm.truncated}
+    results["config"]["truncated_prompts"] = lm.truncated
     evaluation.results[shots] = results
     say(f"{lm.label}  done  ({duration(time.monotonic() - started)})")
     _write(evaluation, options, f"{shots}-shot", results)
 
 
-def _config(evaluation: Evaluation, options: Options) -> dict[str, Any]:
-    model = evaluation.model
-    return {
-        "model": str(model.folder.resolve()),
-        "model_fingerprint": model.fingerprint,
-        "model_dtype": options.dtype,
-        "limit": options.limit,
-        "spiralformer_version": __version__,
-    }
+def score_tasks(
+    lm: Any, loaded: dict[str, LoadedTask], shots: int, limit: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """The harness's results for any of its models. `options` are those of `simple_evaluate`."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # or each bootstrap starts a process per core
+    samples: dict[str, list[int]] = {}
+    for task in loaded.values():
+        task.reset()
+        samples |= task.samples(limit) if limit else {}
+    with tasks.quiet():
+        results: Any = simple_evaluate(
+            model=lm,
+            tasks=[root for task in loaded.values() for root in task.roots],
+            task_manager=TaskManager(include_defaults=False),  # nothing is looked up by name
+            num_fewshot=shots,
+            samples=samples or None,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=False,
+            **options,
+        )
+    for task in loaded.values():
+        task.reset()
+    return results
 
 
 def _write(evaluation: Evaluation, options: Options, name: str, results: dict[str, Any]) -> None:
     """Functions in the definitions of tasks as text; JSON has no infinity."""
+    results["config"] |= {
+        "model": str(evaluation.model.folder.resolve()),
+        "model_fingerprint": evaluation.model.fingerprint,
+        "model_dtype": options.dtype,
+        "limit": options.limit,
+        "spiralformer_version": __version__,
+    }
     content = json.loads(json.dumps(results, default=str), parse_constant=str)
     files.write_json(options.out / evaluation.name / f"{name}.json", content)

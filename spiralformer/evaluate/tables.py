@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from spiralformer import console, paper, presets
 from spiralformer.config import SpiralConfig
-from spiralformer.evaluate.run import Evaluation, Options, Score
+from spiralformer.evaluate.perplexity import Score
+from spiralformer.evaluate.run import Evaluation, Options
 from spiralformer.evaluate.tasks import LAMBADA, PAPER, TEXTS
 
 
@@ -16,63 +17,54 @@ from spiralformer.evaluate.tasks import LAMBADA, PAPER, TEXTS
 class Row:
     labels: tuple[str, ...]
     cells: dict[str, Score]
-    rivals: object = None  # rows with an equal one are compared; None: with no other
-    lower: Sequence[str] = ()  # columns in which less is better
+    printed: bool = False  # by the paper: not a rival of ours
 
 
 @dataclass(frozen=True)
 class Table:
-    """A figure is bold where it beats all its rivals by more than the two standard errors."""
+    """Rows with the same labels after the first are rivals: a figure is bold where it beats all the
+    others by more than the two standard errors."""
 
     labels: tuple[str, ...]
     columns: Sequence[str]
     rows: list[Row]
-    incomparable: Sequence[str] = ()  # columns without a best
+    lower: Sequence[str] = ()  # columns in which less is better
+    unranked: Sequence[str] = ()  # columns without a best
     digits: int = 2
 
-    def markdown(self) -> str:
-        rows = [self._line(row, "**") for row in self.rows]
-        return console.markdown_table([*self.labels, *self.columns], rows, left=len(self.labels))
-
-    def plain(self) -> str:
-        rows = [self._line(row, "") for row in self.rows]
-        return console.table([*self.labels, *self.columns], rows, left=len(self.labels))
-
-    def _line(self, row: Row, mark: str) -> list[str]:
-        cells = []
-        for column in self.columns:
-            bold = mark if self._is_best(row, column) else ""
-            score = row.cells.get(column)
-            cells.append(f"{bold}{show(score, self.digits)}{bold}" if score else "–")
-        return [*row.labels, *cells]
-
-    def _is_best(self, row: Row, column: str) -> bool:
-        others = [
-            other.cells[column]
-            for other in self.rows
-            if other is not row and other.rivals == row.rivals and column in other.cells
+    def render(self, plain: bool) -> str:
+        header, left = [*self.labels, *self.columns], len(self.labels)
+        rows = [
+            [*row.labels, *(self._cell(row, column, plain) for column in self.columns)]
+            for row in self.rows
         ]
-        if row.rivals is None or not others or column not in row.cells:
-            return False
-        if column in self.incomparable:
-            return False
+        draw = console.table if plain else console.markdown_table
+        return draw(header, rows, left=left)
+
+    def _cell(self, row: Row, column: str, plain: bool) -> str:
+        if column not in row.cells:
+            return "–"
         value, error = row.cells[column]
-        sign = -1 if column in row.lower else 1
-        return error is not None and all(
-            other.stderr is not None
-            and sign * (value - other.value) > math.hypot(error, other.stderr)
-            for other in others
-        )
+        text = self._number(value) + (f" ±{self._number(error)}" if error is not None else "")
+        return f"**{text}**" if not plain and self.is_best(row, column) else text
 
-
-def show(score: Score, digits: int = 2) -> str:
-    def number(value: float) -> str:
+    def _number(self, value: float) -> str:
         if isinstance(value, int) or not math.isfinite(value):
             return f"{value:,}"
-        return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.2e}"
+        return f"{value:.{self.digits}f}" if abs(value) < 1e5 else f"{value:.2e}"
 
-    value, error = score
-    return number(value) if error is None else f"{number(value)} ±{number(error)}"
+    def is_best(self, row: Row, column: str) -> bool:
+        sign, (value, error) = -1 if column in self.lower else 1, row.cells[column]
+        leads = [
+            sign * (value - other.cells[column].value)
+            > math.hypot(error or 0, other.cells[column].stderr or 0)
+            for other in self.rows
+            if other is not row
+            and not other.printed
+            and other.labels[1:] == row.labels[1:]
+            and column in other.cells
+        ]
+        return bool(leads) and all(leads) and not row.printed and column not in self.unranked
 
 
 # ---------------------------------------------------------------------------- the paper's
@@ -94,37 +86,21 @@ def paper_name(config: SpiralConfig | None) -> str | None:
 
 def average(evaluation: Evaluation, shots: int) -> Score | None:
     """The mean over the paper's nine tasks, each weighing the same, in %."""
-    scores = [evaluation.score(task, shots) for task in PAPER]
-    known = [score for score in scores if score is not None]
-    if len(known) < len(PAPER):
+    scores = [score for task in PAPER if (score := evaluation.score(task, shots)) is not None]
+    if len(scores) < len(PAPER):
         return None
-    errors = [score.stderr for score in known if score.stderr is not None]
+    errors = [score.stderr for score in scores if score.stderr is not None]
     stderr = math.hypot(*errors) / len(PAPER) if len(errors) == len(PAPER) else None
-    return _percent(Score(sum(score.value for score in known) / len(PAPER), stderr))
+    return _percent(Score(sum(score.value for score in scores) / len(PAPER), stderr))
 
 
 def _percent(score: Score) -> Score:
     return Score(100 * score.value, None if score.stderr is None else 100 * score.stderr)
 
 
-def perplexities(evaluation: Evaluation) -> dict[str, Score]:
-    """Those of Table 1: the Pile's per token, WikiText's per word as in the harness, LAMBADA's of
-    the last word, without shots."""
-    scores = {}
-    for name, result in evaluation.texts.items():
-        if name in TEXTS:
-            per_word = name == "wikitext"
-            value = result.per_word if per_word else result.per_token
-            error = result.stderr(result.words if per_word else result.tokens)
-            scores[TEXTS[name]] = Score(value, error)
-    for name in LAMBADA:
-        if (score := evaluation.score(name, 0, "perplexity")) is not None:
-            scores[PAPER[name].column] = score
-    return scores
-
-
-def table_1(evaluations: Sequence[Evaluation], options: Options) -> Table | None:
-    """Perplexities and average accuracies."""
+def table_1(evaluations: Sequence[Evaluation], options: Options) -> Table:
+    """Perplexities (the Pile's per token, WikiText's per word as in the harness, LAMBADA's of the
+    last word, without shots) and average accuracies."""
     names = options.names
     lower = [column for name, column in TEXTS.items() if name in names]
     lower += [PAPER[name].column for name in LAMBADA if name in names and 0 in options.shots]
@@ -132,22 +108,22 @@ def table_1(evaluations: Sequence[Evaluation], options: Options) -> Table | None
     columns = [*lower, *(f"{shots}-shot" for shots in averaged)]
     rows = []
     for evaluation in evaluations:
-        cells = perplexities(evaluation)
-        for shots in averaged:
-            if (mean := average(evaluation, shots)) is not None:
-                cells[f"{shots}-shot"] = mean
-        rows.append(Row((evaluation.name,), cells, "all", lower))
-        if (name := paper_name(evaluation.model.spiral_config)) is not None:
-            quality = paper.TABLE_1[name].quality if name in paper.TABLE_1 else paper.TABLE_2[name]
-            known = ("Pile", "Wiki", "LD-O", "LD-S", "0-shot", "5-shot")
-            values = zip(known, asdict(quality).values(), strict=True)
-            rows.append(Row((f"paper: {name}",), {c: Score(v, None) for c, v in values}))
-    return (
-        Table(("model",), columns, rows, _incomparable(evaluations, options)) if columns else None
-    )
+        scores = {f"{shots}-shot": average(evaluation, shots) for shots in averaged}
+        for name, unit in (("pile", "token"), ("wikitext", "word")):
+            if name in evaluation.texts:
+                scores[TEXTS[name]] = evaluation.texts[name].per(unit)
+        for name in LAMBADA:
+            scores[PAPER[name].column] = evaluation.score(name, 0, "perplexity")
+        rows.append(Row((evaluation.name,), _known(scores)))
+        if (preset := paper_name(evaluation.model.spiral_config)) is not None:
+            is_main = preset in paper.TABLE_1
+            quality = paper.TABLE_1[preset].quality if is_main else paper.TABLE_2[preset]
+            headers = ("Pile", "Wiki", "LD-O", "LD-S", "0-shot", "5-shot")
+            rows.append(_printed((preset,), headers, asdict(quality).values()))
+    return Table(("model",), columns, rows, lower, _unranked(evaluations, options))
 
 
-def table_3(evaluations: Sequence[Evaluation], options: Options) -> Table | None:
+def table_3(evaluations: Sequence[Evaluation], options: Options) -> Table:
     """Accuracies in %, task by task."""
     names = [name for name in options.task_names if name in PAPER]
     columns = [PAPER[name].column for name in names]
@@ -156,66 +132,63 @@ def table_3(evaluations: Sequence[Evaluation], options: Options) -> Table | None
     for shots in sorted(set(options.shots)):
         for evaluation in evaluations:
             scores = {PAPER[name].column: evaluation.score(name, shots) for name in names}
-            cells = {column: _percent(score) for column, score in scores.items() if score}
-            if (mean := average(evaluation, shots)) is not None:
-                cells["Avg"] = mean
-            rows.append(Row((evaluation.name, str(shots)), cells, shots))
+            cells = {column: _percent(score) for column, score in _known(scores).items()}
+            cells |= _known({"Avg": average(evaluation, shots)})
+            rows.append(Row((evaluation.name, str(shots)), cells))
             preset = paper_name(evaluation.model.spiral_config)
             if preset is not None and (printed := paper.TABLE_3.get((preset, shots))):
-                values = zip((*paper.TASKS, "Avg"), (*printed.tasks, printed.average), strict=True)
-                cells = {column: Score(value, None) for column, value in values}
-                rows.append(Row((f"paper: {preset}", str(shots)), cells))
-    return Table(("model", "shots"), columns, rows) if names else None
+                values = (*printed.tasks, printed.average)
+                rows.append(_printed((preset, str(shots)), (*paper.TASKS, "Avg"), values))
+    return Table(("model", "shots"), columns, rows)
+
+
+def _known(scores: dict[str, Score | None]) -> dict[str, Score]:
+    return {column: score for column, score in scores.items() if score is not None}
+
+
+def _printed(labels: tuple[str, ...], columns: Sequence[str], values: Iterable[float]) -> Row:
+    cells = {c: Score(value) for c, value in zip(columns, values, strict=True)}
+    return Row((f"paper: {labels[0]}", *labels[1:]), cells, printed=True)
 
 
 # ---------------------------------------------------------------------------- others
 
 
-def other_table(evaluations: Sequence[Evaluation], options: Options) -> Table | None:
+def other_table(evaluations: Sequence[Evaluation], options: Options) -> Table:
     """Every metric of the tasks that are not the paper's, as the harness gives it."""
-    rows = []
-    for asked in options.task_names:
-        for shots in sorted(set(options.shots)) if asked not in PAPER else ():
-            for evaluation in evaluations:
-                better = evaluation.results[shots].get("higher_is_better", {})
-                for task in evaluation.shown[asked]:
-                    for metric, score in evaluation.metrics(task, shots).items():
-                        is_lower = better.get(task, {}).get(metric.split(",")[0]) is False
-                        labels = (evaluation.name, task, str(shots), metric)
-                        lower = ("value",) if is_lower else ()
-                        rows.append(Row(labels, {"value": score}, labels[1:], lower))
-    return Table(("model", "task", "shots", "metric"), ("value",), rows, digits=4) if rows else None
-
-
-def text_table(evaluations: Sequence[Evaluation], options: Options) -> Table | None:
-    """Perplexities by token, word and byte: only the last two compare different tokenizers."""
-    lower = ("per token", "per word", "per byte")
     rows = [
-        Row(
-            (evaluation.name, name),
-            {
-                "per token": Score(result.per_token, result.stderr(result.tokens)),
-                "per word": Score(result.per_word, result.stderr(result.words)),
-                "per byte": Score(result.per_byte, result.stderr(result.bytes)),
-                "bits/byte": Score(result.bits_per_byte, None),
-                "tokens": Score(result.tokens, None),
-                "documents": Score(result.documents, None),
-            },
-            name,
-            lower,
-        )
+        Row((evaluation.name, task, str(shots), metric), {"value": score})
+        for asked in options.task_names
+        if asked not in PAPER
+        for shots in sorted(set(options.shots))
         for evaluation in evaluations
-        for name, result in evaluation.texts.items()
+        for task in evaluation.shown[asked]
+        for metric, score in evaluation.metrics(task, shots).items()
     ]
-    columns = (*lower, "bits/byte", "tokens", "documents")
-    incomparable = _incomparable(evaluations, options)
-    return Table(("model", "text"), columns, rows, incomparable) if rows else None
+    columns = ("value",) if rows else ()
+    labels = ("model", "task", "shots", "metric")
+    return Table(labels, columns, rows, unranked=columns, digits=4)  # who knows what is better
 
 
-def _incomparable(evaluations: Sequence[Evaluation], options: Options) -> Sequence[str]:
+def text_table(evaluations: Sequence[Evaluation], options: Options) -> Table:
+    """Perplexities by token, word and byte: only the last two compare different tokenizers."""
+    rows = []
+    for evaluation in evaluations:
+        for name, result in evaluation.texts.items():
+            cells = {f"per {unit}": result.per(unit) for unit in ("token", "word", "byte")}
+            cells["bits/byte"] = Score(result.bits_per_byte)
+            cells["tokens"] = Score(result.tokens)
+            cells["documents"] = Score(result.documents)
+            rows.append(Row((evaluation.name, name), cells))
+    columns = list(rows[0].cells) if rows else []
+    unranked = (*columns[3:], *_unranked(evaluations, options))
+    return Table(("model", "text"), columns, rows, columns[:3], unranked)
+
+
+def _unranked(evaluations: Sequence[Evaluation], options: Options) -> Sequence[str]:
     """Perplexities of texts that say nothing of which model is better: read in windows of different
     lengths, or per token of different tokenizers."""
-    if len({options.context or e.model.max_length for e in evaluations}) > 1:
+    if len({options.context or evaluation.model.max_length for evaluation in evaluations}) > 1:
         return ("Pile", "Wiki", "per token", "per word", "per byte")
     vocabularies = {evaluation.model.vocabulary for evaluation in evaluations}
     return ("Pile", "per token") if len(vocabularies) > 1 else ()
@@ -236,7 +209,7 @@ def notes(evaluations: Sequence[Evaluation], options: Options) -> list[str]:
             f"Texts: windows of {context} tokens, stride {options.stride or 'the same'}; every "
             "token is scored once."
         )
-    if any("wikitext" in evaluation.texts for evaluation in evaluations):
+    if "wikitext" in options.names:
         lines.append(
             "Wiki is per word, as the harness reports it and as the paper's numbers read; "
             "Pile is per token."
@@ -259,11 +232,6 @@ def notes(evaluations: Sequence[Evaluation], options: Options) -> list[str]:
 
 def render(evaluations: Sequence[Evaluation], options: Options, *, plain: bool = False) -> str:
     """All tables: as markdown, or plain for a terminal."""
-    tables = (
-        table_1(evaluations, options),
-        table_3(evaluations, options),
-        other_table(evaluations, options),
-        text_table(evaluations, options),
-    )
-    parts = [table.plain() if plain else table.markdown() for table in tables if table]
+    made = [make(evaluations, options) for make in (table_1, table_3, other_table, text_table)]
+    parts = [table.render(plain) for table in made if table.columns]
     return "\n".join([*parts, *(f"{note}\n" for note in notes(evaluations, options))])

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,54 +78,47 @@ def parse_names(names: Iterable[str]) -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, nothing that a library prints or logs is seen, nor what its children print. Errors
-    are raised as ever."""
-    before, screen = logging.root.manager.disable, os.dup(2)
+    """Inside, nothing that a library prints or logs is seen. Errors are raised as ever."""
+    before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        os.dup2(nowhere.fileno(), 2)
-        try:
+    try:
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
             yield
-        finally:
-            os.dup2(screen, 2)
-            os.close(screen)
-            logging.disable(before)
+    finally:
+        logging.disable(before)
 
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__} {first_line(error)}"
-
-
 # ---------------------------------------------------------------------------- tasks
 
 
-@dataclass
 class LoadedTask:
     """A task, group or tag of the harness, with its data."""
 
-    name: str
-    roots: list[Any]  # what is given to `simple_evaluate`
-    parts: dict[str, Any]  # the tasks in it, by name
-    shown: list[str] = field(default_factory=list)  # of the results: the group's, or its tasks'
-    shots: dict[str, int | None] = field(default_factory=dict)  # that the definitions ask for
-
-    def __post_init__(self) -> None:
-        groups = [root for root in self.roots if getattr(root, "has_aggregation", False)]
-        self.shown = [group.name for group in groups] or list(self.parts)
-        self.shots = {name: part.get_config("num_fewshot") for name, part in self.parts.items()}
-        for name, part in self.parts.items():
+    def __init__(self, roots: list[Any], parts: dict[str, Any]) -> None:
+        self.roots = roots  # what is given to `simple_evaluate`
+        self.parts = parts  # the tasks in it, by name
+        groups = [root.name for root in roots if getattr(root, "has_aggregation", False)]
+        self.shown = groups or list(parts)  # names in the results: the group's, or its tasks'
+        self.own_shots = {name: part.get_config("num_fewshot") for name, part in parts.items()}
+        for name, part in parts.items():
             if getattr(part, "UNSAFE_CODE", False):
                 raise UserError(f"task {name} runs code that a model wrote: not done here")
             if getattr(part, "MULTIMODAL", False):
                 raise UserError(f"task {name} is not about text alone, and these models are")
+
+    def reset(self) -> None:
+        """For another run: the harness leaves its prompts and its number of shots in a task."""
+        for name, part in self.parts.items():
+            part.set_config("num_fewshot", self.own_shots[name])
+            part._instances = None
 
     def samples(self, limit: int) -> dict[str, list[int]]:
         """The first examples, `limit` in all, spread over the parts; at least one of each."""
@@ -146,9 +139,8 @@ def load_tasks(
     names: Sequence[str], data_dir: Path | None, shots: int, limit: int | None = None
 ) -> dict[str, LoadedTask]:
     """The harness's tasks. The paper's have local data where there is a folder of them; all other
-    data come from the hub, and what cannot be had is said in one error."""
-    loaded: dict[str, LoadedTask] = {}
-    missing: dict[str, str] = {}
+    data come from where the task says, mostly the hub."""
+    loaded = {}
     with quiet():
         manager = _manager(names)
         for name in names:
@@ -158,23 +150,16 @@ def load_tasks(
             try:
                 built = manager.load(name)
             except Exception as error:  # what a task does to find its data is its own affair
-                missing[name] = first_line(error)
-                _expect_no_hub(error)
-                continue
+                raise _cannot_load(name, error) from None
             group = built["groups"].get(name)
             roots = [group] if group is not None else list(built["tasks"].values())
-            loaded[name] = LoadedTask(name, roots, built["tasks"])
-    if missing:
-        raise _not_found(missing)
+            loaded[name] = LoadedTask(roots, built["tasks"])
     return loaded
 
 
-def _not_found(missing: dict[str, str]) -> UserError:
-    lines = "".join(f"\n  {name}: {reason}" for name, reason in missing.items())
-    return UserError(
-        f"no data for {', '.join(missing)} from the Hugging Face hub; "
-        f"--data-dir DIR reads local files of the paper's instead{lines}"
-    )
+def _cannot_load(name: str, error: Exception) -> UserError:
+    remedy = "; --data-dir DIR reads local files instead" if name in (*PAPER, *TEXTS) else ""
+    return UserError(f"{name}: cannot be loaded: {first_line(error)}{remedy}")
 
 
 def _manager(names: Sequence[str]) -> Any:
@@ -194,16 +179,6 @@ def _manager(names: Sequence[str]) -> Any:
             hint = f"the nearest: {', '.join(near)}" if near else "`lm_eval ls tasks` lists them"
             raise UserError(f"unknown task {name!r}; {hint}")
     return manager
-
-
-def _expect_no_hub(error: Exception) -> None:
-    """After one failed connection look only at the cache: an attempt takes half a minute."""
-    if isinstance(error, ConnectionError):
-        import datasets
-        import huggingface_hub.constants
-
-        datasets.config.HF_HUB_OFFLINE = True
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 def _local(
@@ -228,19 +203,20 @@ def _local(
     try:
         built = manager.load({"group": f"local {task.name}", "task": parts})["tasks"]
     except Exception as error:  # it looks at the first row, and asks Arrow for all of them
-        raise UserError(f"{scored}: the harness cannot use its rows: {_named(error)}") from None
+        reason = f"{type(error).__name__} {first_line(error)}"
+        raise UserError(f"{scored}: the harness cannot use its rows: {reason}") from None
     for name, part in built.items():
         _check_rows(part, scored, list(data[name][0])[:limit])
-        pool, itself = len(part.sampler.df), part.fewshot_cfg.split in (task.split, None)
-        if shots and pool < shots + itself:
-            file = scored if itself else examples
+        pool, is_scored = len(part.sampler.df), part.fewshot_cfg.split in (task.split, None)
+        if shots and pool < shots + is_scored:  # no question is an example for itself
+            file = scored if is_scored else examples
             raise UserError(f"{file}: {pool} examples are too few for {shots} shots of {name}")
     if task.name != MMLU:
-        return LoadedTask(task.name, list(built.values()), built)
+        return LoadedTask(list(built.values()), built)
     group = Group(MMLU, aggregate_metric_list=[AggMetricConfig(metric="acc", weight_by_size=True)])
     for part in built.values():
         group.add(part)
-    return LoadedTask(MMLU, [group], built)
+    return LoadedTask([group], built)
 
 
 def _about(subject: str, rows: Rows) -> Rows:
@@ -273,7 +249,8 @@ def _check_rows(part: Any, path: Path, lines: list[int]) -> None:
             text, target = part.doc_to_text(doc), part.doc_to_target(doc)
             choices = part.doc_to_choice(doc) if part.config.doc_to_choice else None
         except Exception as error:
-            raise UserError(f"{path}:{line}: the harness cannot use it: {_named(error)}") from None
+            reason = f"{type(error).__name__} {first_line(error)}"
+            raise UserError(f"{path}:{line}: the harness cannot use it: {reason}") from None
         answer = text if part.multiple_input else target
         if choices is not None and not (isinstance(answer, int) and 0 <= answer < len(choices)):
             raise UserError(f"{path}:{line}: answer {answer!r} is none of {len(choices)} choices")
@@ -318,8 +295,7 @@ def load_texts(
     names: Sequence[str], data_dir: Path | None, files: Sequence[Path]
 ) -> dict[str, list[Document]]:
     """Documents, by the name of a text or of a file."""
-    texts: dict[str, list[Document]] = {}
-    missing: dict[str, str] = {}
+    texts = {}
     for name in names:
         if data_dir is not None:
             path = data_dir / TEXT_FILES[name]
@@ -330,10 +306,7 @@ def load_texts(
             with quiet():
                 texts[name] = _hub_documents(name)
         except Exception as error:
-            missing[name] = first_line(error)
-            _expect_no_hub(error)
-    if missing:
-        raise _not_found(missing)
+            raise _cannot_load(name, error) from None
     return texts | {str(path): read_documents(path) for path in files}
 
 
