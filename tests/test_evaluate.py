@@ -441,21 +441,33 @@ def ours_by_the_harness(ours) -> HFLM:
 
 def test_our_scores_equal_those_of_the_harnesss_own_class(our_lm, neox_lm, ours_by_the_harness):
     long = [sentence(3, 600), sentence(1, 16)]  # several windows, and one
-    settings = {"until": ["the", "."], "max_gen_toks": 12}
-    generation = [Instance("generate_until", {}, (sentence(k, 9), settings), 0) for k in (1, 2)]
     assert len(our_lm.tok_encode(long[0])) > 2 * MAX_LENGTH
     assert ours_by_the_harness.max_length == our_lm.max_length
     with quiet():
         expected = ours_by_the_harness.loglikelihood(requests())
         rolled = ours_by_the_harness.loglikelihood_rolling(rolling(*long))
-        generated = ours_by_the_harness.generate_until(generation)
         neox_rolled = HFLM.loglikelihood_rolling(neox_lm, rolling(*long))
     scores = our_lm.loglikelihood(requests())
     assert [ll for ll, _ in scores] == pytest.approx([ll for ll, _ in expected], rel=1e-4)
     assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
     assert our_lm.loglikelihood_rolling(rolling(*long)) == pytest.approx(rolled, rel=1e-5)
     assert neox_lm.loglikelihood_rolling(rolling(*long)) == pytest.approx(neox_rolled, rel=1e-5)
-    assert our_lm.generate_until(generation) == generated
+
+
+def test_our_answers_equal_those_of_the_harnesss_own_class(our_lm, ours_by_the_harness):
+    """Of so many tokens, and up to the first of several stop strings."""
+
+    def asked(until: list[str]) -> list[Instance]:
+        settings = {"until": until, "max_gen_toks": 12}
+        return [Instance("generate_until", {}, (sentence(k, 9), settings), 0) for k in (1, 2)]
+
+    with quiet():
+        whole = ours_by_the_harness.generate_until(asked(["never said"]))
+        stops = [text[4:6] for text in whole]
+        cut = ours_by_the_harness.generate_until(asked(stops))
+    assert [len(text) for text in cut] < [len(text) for text in whole]
+    assert our_lm.generate_until(asked(["never said"])) == whole
+    assert our_lm.generate_until(asked(stops)) == cut
 
 
 # ---------------------------------------------------------------------------- tasks
