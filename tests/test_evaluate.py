@@ -618,7 +618,7 @@ def test_prompts_are_the_harnesss_with_so_many_examples(loaded, data_dir):
         assert stub.seen == again.seen
 
 
-def test_limit_takes_the_first_examples_and_spreads_over_subjects(loaded):
+def test_limit_takes_the_first_examples_and_spreads_over_subjects(loaded, data_dir):
     some, everything = StubLM(likes_right), StubLM(knows_anatomy)
     chosen = {name: loaded[name] for name in ("piqa", MMLU)}
     scored = score(some, chosen, 0, limit=4)
@@ -628,6 +628,8 @@ def test_limit_takes_the_first_examples_and_spreads_over_subjects(loaded):
     assert sum("about anatomy" in context for context, _ in some.seen) == 4 * 2
     half = score(StubLM(knows_anatomy), chosen, 0, limit=2)
     assert half.score(MMLU, 0).value == 0.5  # one example of each
+    first = tasks.load_tasks([MMLU], data_dir, 0, limit=1)
+    assert counts(score(StubLM(likes_right), first, 0, limit=1), MMLU) == 1
     assert tasks.spread(7, {"a": 1, "b": 9, "c": 3}) == {"a": 1, "b": 3, "c": 3}
 
 

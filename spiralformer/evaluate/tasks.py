@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +195,9 @@ def _local(
     data = {task.name: (rows, prompts)}
     if task.name == MMLU:
         data = {}
-        for subject in sorted({str(row.get("subject")) for row in rows.values()}):
+        sizes = Counter(sorted(str(row.get("subject")) for row in rows.values()))
+        counts = spread(limit, sizes) if limit else sizes
+        for subject in (subject for subject, count in counts.items() if count):
             name = f"mmlu_{subject}_continuation"
             if name not in manager.task_index:
                 raise UserError(f"{scored}: the harness has no MMLU subject {subject!r}")
