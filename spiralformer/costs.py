@@ -63,6 +63,14 @@ DOWNSCALE: dict[str, OperatorCost] = {
         flops=lambda d, g, n: Flops(elementwise=d * (n * g + n)),
         state=lambda d, g: d,
     ),
+    "attention": OperatorCost(
+        parameters=lambda d, g: 2 * d * d + d,
+        # keys and values, the query's scores and the weighted sum
+        flops=lambda d, g, n: Flops(
+            (2 * 2 * d * d + 2 * d + 2 * d) * g * n, 0, ((SOFTMAX + 1) * g + d) * n
+        ),
+        state=lambda d, g: d + 2,
+    ),
 }
 
 UPSCALE: dict[str, OperatorCost] = {

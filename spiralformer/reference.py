@@ -67,6 +67,13 @@ def downscale(model: SpiralFormer, iteration: Iteration, h: States) -> States:
             weights = [torch.ones_like(chunk[0][0])]
         elif model.config.downscale == "mean":
             weights = [torch.full_like(state[0], 1 / iteration.chunk) for state in chunk]
+        elif model.config.downscale == "attention":
+            operator = model.scalings[iteration.index].downscale
+            keys = [operator.key.weight @ state for state in chunk]
+            root = math.sqrt(model.config.hidden_size)
+            exps = [torch.exp(operator.query.weight[0] @ key / root) for key in keys]
+            weights = [e / sum(exps) for e in exps]
+            chunk = [operator.bring.weight @ state for state in chunk]
         else:
             scorer = model.scalings[iteration.index].downscale.scorer.weight[0]
             exps = [torch.exp(scorer @ state) for state in chunk]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from spiralformer import SpiralConfig, SpiralFormer, reference
+from spiralformer import SpiralConfig, SpiralFormer, costs, reference
 from spiralformer.config import allow_shifts_that_leak_the_future
 from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
 from tests.strategies import VOCAB, build, configs, tokens
@@ -81,6 +81,22 @@ def test_fast_path_equals_the_oracle_with_gradients(config, length, seed):
         zero = torch.zeros((), dtype=torch.float64)
         difference = (grad if grad is not None else zero) - (other if other is not None else zero)
         assert difference.abs().max() < 1e-10 * scale, name
+
+
+@pytest.mark.parametrize("offset", ["half", "zero"])
+@pytest.mark.parametrize("name", costs.DOWNSCALE)
+def test_a_chunk_pooled_member_by_member_is_pooled_at_once(name, offset):
+    config = PAPER_B.replace(layout="1+1x{1/5}+1", downscale=name, offset=offset)
+    operator = build(config).scalings[0].downscale
+    h = torch.randn(2, 12, 32, dtype=torch.float64)
+    ends = [i for i in range(12) if config.iterations[0].triggers(i)]
+    state, latents = operator.start((2,), h), []
+    for i in range(ends[-1] + 1):
+        state = operator.push(state, h[:, i : i + 1])
+        if i in ends:
+            latents.append(operator.latent(state))
+            state = operator.start((2,), h)
+    torch.testing.assert_close(torch.stack(latents, 1), operator(h), rtol=0, atol=1e-12)
 
 
 def test_rows_of_a_batch_are_independent():

@@ -166,9 +166,27 @@ class SelfAggregation(SoftmaxPooling):
         return self.scorer(h).squeeze(-1)
 
 
+class AttentionPooling(SoftmaxPooling):
+    """A learned query attends to keys of the members; their values are what they bring."""
+
+    def __init__(self, config: SpiralConfig, iteration: Iteration) -> None:
+        super().__init__(config, iteration)
+        width = config.hidden_size
+        self.key = nn.Linear(width, width, bias=False)
+        self.bring = nn.Linear(width, width, bias=False)
+        self.query = nn.Linear(width, 1, bias=False)
+
+    def score(self, h: Tensor) -> Tensor:
+        return self.query(self.key(h)).squeeze(-1) / math.sqrt(h.shape[-1])
+
+    def value(self, h: Tensor) -> Tensor:
+        return self.bring(h)
+
+
 DOWNSCALE: dict[str, type[Downscale]] = {
     "self_aggregation": SelfAggregation,
     "mean": MeanPooling,
+    "attention": AttentionPooling,
 }
 
 
