@@ -317,7 +317,7 @@ class StudyRuns:
             if run.finished:
                 runs[row.id].append(run.record())
             elif reason := self.pool.failures.get(run.folder):
-                failures[row.id][run.config.seed] = reason[:120]
+                failures[row.id][run.config.seed] = reason
         made = Records(
             study=study.name,
             title=study.file.title,
