@@ -87,6 +87,11 @@ UPSCALE: dict[str, OperatorCost] = {
         state=lambda d, g: 0,
         paper_flops=lambda d, g, n, L: Flops(elementwise=d * L),
     ),
+    "input_dependent": OperatorCost(
+        parameters=lambda d, g: d,
+        flops=lambda d, g, n: Flops(2 * d * g * n, 0, (SOFTMAX + 1 + d) * g * n),
+        state=lambda d, g: g,  # a score of each member
+    ),
 }
 
 

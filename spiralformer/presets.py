@@ -69,6 +69,7 @@ ABLATIONS: dict[str, dict[str, str]] = {
 # Variants beyond the paper's tables.
 VARIANTS: dict[str, dict[str, str]] = {
     "attention": {"downscale": "attention"},
+    "input": {"upscale": "input_dependent"},
 }
 ABLATED = ("spiral-b-410m-mesh", "spiral-b-nano-mesh")
 

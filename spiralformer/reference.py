@@ -31,7 +31,7 @@ def logits(model: SpiralFormer, ids: Tensor) -> Tensor:
     for iteration in config.iterations:
         z = downscale(model, iteration, h)
         z_hat = run_stack(model.cores[0 if config.parsed_layout.tied else iteration.index], z)
-        u = upscale(model, iteration, z_hat, len(x))
+        u = upscale(model, iteration, z_hat, h)
         shifted = [
             u[i - iteration.shift] if i >= iteration.shift else torch.zeros_like(x[0])
             for i in range(len(x))
@@ -82,9 +82,9 @@ def downscale(model: SpiralFormer, iteration: Iteration, h: States) -> States:
     return z
 
 
-def upscale(model: SpiralFormer, iteration: Iteration, z_hat: States, length: int) -> States:
+def upscale(model: SpiralFormer, iteration: Iteration, z_hat: States, h: States) -> States:
     u = []
-    for i in range(length):
+    for i in range(len(h)):
         j, rho = (i + iteration.offset) // iteration.chunk, (i + iteration.offset) % iteration.chunk
         if j >= len(z_hat):  # the last, incomplete chunk was dropped
             u.append(torch.zeros(model.config.hidden_size, dtype=model.head.weight.dtype))
@@ -93,6 +93,10 @@ def upscale(model: SpiralFormer, iteration: Iteration, z_hat: States, length: in
         else:
             if model.config.upscale == "uniform":
                 beta = torch.full_like(z_hat[j][0], 1 / iteration.chunk)
+            elif model.config.upscale == "input_dependent":
+                scorer = model.scalings[iteration.index].upscale.scorer.weight[0]
+                chunk = members(iteration, j, len(h))
+                beta = torch.exp(scorer @ h[i]) / sum(torch.exp(scorer @ h[k]) for k in chunk)
             else:
                 router = model.scalings[iteration.index].upscale.router
                 exps = torch.exp(router.weight @ z_hat[j] + router.bias)

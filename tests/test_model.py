@@ -99,6 +99,25 @@ def test_a_chunk_pooled_member_by_member_is_pooled_at_once(name, offset):
     torch.testing.assert_close(torch.stack(latents, 1), operator(h), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("offset", ["half", "zero"])
+@pytest.mark.parametrize("name", costs.UPSCALE)
+def test_shares_of_a_chunk_seen_member_by_member_are_those_of_the_whole(name, offset):
+    config = PAPER_B.replace(layout="1+1x{1/5}+1", upscale=name, offset=offset)
+    operator, iteration = build(config).scalings[0].upscale, config.iterations[0]
+    h = torch.randn(2, 12, 32, dtype=torch.float64)
+    ends = [i for i in range(12) if iteration.triggers(i)]
+    z = torch.randn(2, len(ends), 32, dtype=torch.float64)
+    state, updates = operator.start((2,), h), []
+    for i in range(ends[-1] + 1):
+        state = operator.push(state, h[:, i : i + 1])
+        if i in ends:
+            latent = z[:, ends.index(i)]
+            updates.append(operator.allocation(latent, state)[..., None] * latent[:, None])
+            state = operator.start((2,), h)
+    one_by_one = torch.cat(updates, 1)[:, iteration.offset :]
+    torch.testing.assert_close(one_by_one, operator(z, h), rtol=0, atol=1e-12)
+
+
 def test_rows_of_a_batch_are_independent():
     model = build(PAPER_B)
     ids = tokens(3, 40)

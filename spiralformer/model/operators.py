@@ -242,9 +242,41 @@ class OutputDependentAllocation(Upscale):
         return softmax(self.router(z)) * self.gain
 
 
+class ScoreState(NamedTuple):
+    scores: Tensor  # … G: of the members so far, the newest at the end; FLOOR before them
+
+
+class InputDependentAllocation(Upscale):
+    """Each member says by its own state how much of the update it takes."""
+
+    def __init__(self, config: SpiralConfig, iteration: Iteration) -> None:
+        super().__init__(config, iteration)
+        self.scorer = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def start(self, shape: tuple[int, ...], like: Tensor) -> ScoreState:
+        shape = (*shape, self.iteration.chunk)
+        return ScoreState(like.new_full(shape, FLOOR, dtype=at_least_float32(like)))
+
+    def push(self, state: Any, h: Tensor, real: Tensor | None = None) -> ScoreState:
+        """`real` members stand side by side."""
+        new = self.scorer(h).squeeze(-1).to(at_least_float32(h))
+        if state is None:  # all of them, each at its place
+            return ScoreState(new if real is None else new.masked_fill(~real, FLOOR))
+        both, size = torch.cat((state.scores, new), -1), self.iteration.chunk
+        if real is None:
+            return ScoreState(both[..., -size:])
+        first = real.int().argmax(-1, keepdim=True)
+        place = torch.arange(size, device=h.device) + real.sum(-1, keepdim=True)
+        return ScoreState(both.gather(-1, place + first * (place >= size)))
+
+    def allocation(self, z: Tensor, state: ScoreState) -> Tensor:
+        return state.scores.softmax(-1).to(z.dtype) * self.gain
+
+
 UPSCALE: dict[str, type[Upscale]] = {
     "output_dependent": OutputDependentAllocation,
     "uniform": UniformBroadcast,
+    "input_dependent": InputDependentAllocation,
 }
 
 
