@@ -18,10 +18,10 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.hypothesis_seed = str(random.randrange(2**32))
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if "random" in config.option.markexpr:
-        return f"the same random models again: --hypothesis-seed={config.option.hypothesis_seed}"
-    return None
+        seed = config.option.hypothesis_seed
+        terminalreporter.write_line(f"the same random models again: --hypothesis-seed={seed}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
