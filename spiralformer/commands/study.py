@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "name",
         metavar="NAME",
-        help="main, ablation, recurrence, scaling, schedule or power (configs/studies), a .yaml "
-        "file, or compare",
+        help="main, ablation, recurrence, scaling, schedule or power, a .yaml file, or compare",
     )
     add("runs", nargs="*", type=Path, metavar="RUN", help="of compare: folders of finished runs")
     add("--scale", default=DEFAULT_SCALE, help="tiny, bytes-s, bytes-m, 160m … 1.4b (%(default)s)")

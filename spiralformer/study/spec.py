@@ -33,7 +33,7 @@ from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
 from spiralformer.files import read_text
 
-FOLDER = Path(spiralformer.__file__).parent.parent / "configs" / "studies"
+FOLDER = Path(spiralformer.__file__).parent / "configs" / "studies"
 
 
 # ---------------------------------------------------------------------------- scales
