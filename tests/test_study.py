@@ -8,6 +8,7 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from spiralformer.accounting import parameters, training_flops_per_token
 from spiralformer.cli import main
 from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
+from spiralformer.files import locked
 from spiralformer.study import page, spec, stats
 from spiralformer.study.compare import compare
 from spiralformer.study.corpus import open_corpus
@@ -139,19 +141,18 @@ def test_a_run_that_fails_does_not_lose_the_others_and_is_tried_again(whole, cor
     assert results(runs.records()) == results(whole[1])
 
 
-def test_two_studies_at_once_in_one_cache_share_their_runs(whole, corpus, tmp_path):
-    """Whoever comes second to a run waits for it."""
-    command = study_command(tmp_path, corpus)
-    both = [
-        subprocess.Popen(
-            [*command, "--out", str(tmp_path / out)], stderr=subprocess.PIPE, text=True
-        )
-        for out in ("one", "other")
-    ]
-    for process, out in zip(both, ("one", "other"), strict=True):
-        _, errors = process.communicate(timeout=600)
-        assert process.returncode == 0, errors
-        assert results(Records.read(tmp_path / out)) == results(whole[1])
+def test_a_run_that_another_study_is_at_is_waited_for(whole, corpus, tmp_path):
+    runs = study_runs(write_study(tmp_path, STUDY), corpus, tmp_path / "cache")
+    *others, last = [runs.row_run(row, 4e-3, seed) for seed in range(2) for row in runs.study.rows]
+    with locked(last.folder / "lock", "training", "wait"):
+        conducting = threading.Thread(target=runs.conduct)
+        conducting.start()
+        while conducting.is_alive() and not all(run.finished for run in others):
+            time.sleep(0.05)
+        conducting.join(timeout=3)  # its process is at the lock
+        assert conducting.is_alive()
+    conducting.join()
+    assert results(runs.records()) == results(whole[1])
 
 
 def test_a_cache_that_holds_another_run_is_refused(whole, corpus):
@@ -163,15 +164,11 @@ def test_a_cache_that_holds_another_run_is_refused(whole, corpus):
         other.carry_out()
 
 
-def study_command(folder: Path, corpus: str) -> list[str]:
-    path, cache = write_study(folder, STUDY), str(folder / "cache")
-    command = [sys.executable, "-m", "spiralformer.cli", "study", path, "--scale", "tiny"]
-    return [*command, "--corpus", corpus, "--cache", cache, "--jobs", "2"]
-
-
 def test_children_stop_in_good_order_and_the_same_command_goes_on(whole, corpus, tmp_path):
     """Two processes side by side, SIGTERM in the middle of it, then to the end."""
-    command = [*study_command(tmp_path, corpus), "--out", str(tmp_path / "out")]
+    path, cache = write_study(tmp_path, STUDY), str(tmp_path / "cache")
+    command = [sys.executable, "-m", "spiralformer.cli", "study", path, "--scale", "tiny"]
+    command += ["--corpus", corpus, "--cache", cache, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
     while not list((tmp_path / "cache").glob("*/*/metrics.jsonl")) and time.monotonic() < deadline:
