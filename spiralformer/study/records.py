@@ -33,6 +33,7 @@ class RunRecord(Record):
     tokens: int
     batch: int
     length: int
+    precision: str
     data: str  # what tells its training and validation data from others
     valid_tokens: int
     loss: float  # of validation, nats per token
@@ -63,6 +64,7 @@ class RunRecord(Record):
             tokens=result["tokens"],
             batch=run["batch"],
             length=run["length"],
+            precision=run["precision"],
             data=f"{run['training data']} {run['validation data']}",
             valid_tokens=valid["tokens"],
             loss=valid["loss"],
@@ -206,28 +208,17 @@ def check_matched(records: Records) -> None:
     """That runs of one seed and budget saw the same: data in one order, tokens, validation text.
 
     The order of the data follows from data, length, batch and seed. Matched by FLOPs, runs stop at
-    different places of that order, at equal compute to within a step."""
-    groups: dict[tuple, list[tuple[RowRecord, RunRecord]]] = {}
+    different places of that order."""
+    names = ["data", "length", "batch", "precision", "valid_tokens"]
+    names += ["tokens"] if records.match == "tokens" else []
+    firsts: dict[tuple[int, float | None], tuple[RowRecord, RunRecord]] = {}
     for row in records.rows:
         for run in row.runs:
-            groups.setdefault((run.seed, row.point.get("budget")), []).append((row, run))
-    for group in groups.values():
-        (one, first), *others = group
-        for other, run in others:
-            names = ["data", "length", "batch", "valid_tokens"]
-            names += ["tokens"] if records.match == "tokens" else []
+            one, first = firsts.setdefault((run.seed, row.point.get("budget")), (row, run))
             for name in names:
                 a, b = getattr(first, name), getattr(run, name)
                 if a != b:
                     raise UserError(
                         f"runs of seed {run.seed} are not matched: {name} {a} in {one.id}, {b} in "
-                        f"{other.id}"
+                        f"{row.id}"
                     )
-        if records.match == "flops":
-            spent = [row.training_flops * run.tokens for row, run in group]
-            step = max(row.training_flops * run.batch * run.length for row, run in group)
-            if max(spent) - min(spent) > 1.01 * step:
-                raise UserError(
-                    f"runs of seed {first.seed} are not matched: {min(spent):.3g} to "
-                    f"{max(spent):.3g} FLOPs, more than a step apart"
-                )
