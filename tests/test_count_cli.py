@@ -44,10 +44,10 @@ def count(capsys):
     ],
     ids=" ".join,
 )
-def test_the_output_fits_100_columns(count, arguments):
+def test_the_output_fits_80_columns(count, arguments):
     status, out, err = count(*arguments)
     assert (status, err) == (0, "")
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
     assert not any(line.endswith(" ") for line in out.splitlines())
 
 
@@ -59,7 +59,7 @@ def test_a_preset_shows_parameters_flops_decoding_and_cache(count):
     assert "Table 1 prints 4.11 TFLOPs" in out
     assert "1.875 core passes per token on average: 1 pass at 1 of 8, 2 passes at 7 of 8." in out
     assert ["iteration", "0", "8", "4", "7", "i", "≡", "3", "(mod", "8)", "···●····"] in lines
-    assert ["passes", "at", "a", "token", "22222221"] in lines
+    assert ["passes", "22222221"] in lines
     assert ["iteration", "0", "8", "512", "16,777,216", "4,096.0"] in lines
 
 
@@ -73,7 +73,7 @@ def test_printed_digits_stand_beside_the_unchanged_preset_only(count):
 def test_table1_says_that_66_of_66_cells_agree(count):
     status, out, _ = count("--table1")
     assert status == 0
-    assert "22/22 rows, 66/66 cells equal to the printed digits" in out
+    assert "22/22 rows, 66/66 cells equal" in out
     for name in ("spiral-b-410m-anchor", "pythia-1.4b-mesh"):
         assert sum(name in line.split() for line in out.splitlines()) == 1
 
