@@ -78,7 +78,8 @@ def test_every_command_runs_from_the_wheel(spiralformer):
     text = [{"text": f"def double_{n}(x):\n    return {n} * x + {n + 1}\n" * 8} for n in range(200)]
     corpus = spiralformer.folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps(line) + "\n" for line in text))
-    spiralformer("data", "corpus.jsonl", "--train-bpe", "300", "--out", "data")
+    split = ("--valid-fraction", "0.2")
+    spiralformer("data", "corpus.jsonl", "--train-bpe", "300", *split, "--out", "data")
     spiralformer("data", "--verify", "data")
     spiralformer(
         *("train", "spiral-b-nano-mesh", "data.path=data", "out=run", "model.hidden_size=32"),

@@ -159,9 +159,9 @@ def show_parameters(config: SpiralConfig, report: dict[str, Any]) -> str:
         "pre": counted(layout.pre, "layer"),
         "cores": " + ".join(counted(n, "layer") for n in layout.core_stacks) + f", {how}",
         "post": counted(layout.post, "layer"),
-        "scorers": config.downscale,
-        "routers": config.upscale,
-        "mesh": "write and read routers",
+        "downscale": config.downscale,
+        "upscale": config.upscale,
+        "topology": config.topology,
         "head": "tied to the embedding" if config.tie_embeddings else "",
         "unexplained": "2d² in the paper's totals",
     }
