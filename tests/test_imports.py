@@ -281,6 +281,24 @@ def test_no_commands_help_waits_for_heavy_libraries(command):
     assert not third_party(command, "--help") & HEAVY
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "data nowhere --bytes --out out",
+        "train nowhere",
+        "generate nowhere --prompt x",
+        "eval nowhere",
+        "probe nowhere --out out",
+        "study nowhere",
+        "bench nowhere",
+        "import nowhere out",
+        "export nowhere out",
+    ],
+)
+def test_what_is_not_there_is_said_before_heavy_libraries_are_loaded(arguments):
+    assert not third_party(*arguments.split()) & HEAVY - {"numpy"}
+
+
 if __name__ == "__main__":
     print(draw(IMPORTS))
     print("\n".join(faults(IMPORTS)))
