@@ -31,7 +31,7 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m "slow or random"
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -9,7 +9,6 @@ import os
 import sys
 
 from spiralformer import __version__
-from spiralformer.allocator import keep_freed_memory
 from spiralformer.errors import UserError
 
 COMMANDS = {
@@ -51,7 +50,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
-    keep_freed_memory()
     try:
         return args.run(args) or 0
     except UserError as error:

@@ -81,6 +81,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
                 shutil.rmtree(old, ignore_errors=True)
                 folder.rename(old)
             part.rename(folder)
+            _sync(folder.parent)
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -192,7 +193,9 @@ def cache_folder() -> Path:
     folder = base / "spiralformer"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-            raise UserError(f"{folder}: belongs to another user; set XDG_CACHE_HOME to your own")
+        about = folder.stat()
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+        raise UserError(
+            f"{folder}: others can write there; remove it, or set XDG_CACHE_HOME to another folder"
+        )
     return folder

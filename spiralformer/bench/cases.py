@@ -201,20 +201,12 @@ def measure_decoding(setting: str, sizes: Sizes, dtype: str, *lengths: int) -> l
 
 
 def our_decoding(
-    model: SpiralFormer, kind: str, prompts: list[list[int]], tokens: int, most: int
+    model: SpiralFormer, runner: Any, prompts: list[list[int]], tokens: int, most: int
 ) -> Case:
     rows = len(prompts)
-    new = stream(model, prompts, max_new_tokens=most, runner=runner_for(model, kind))
+    new = stream(model, prompts, max_new_tokens=most, runner=runner)
     next(islice(new, rows - 1, None))  # the prompts are read, and each has its first token
     return lambda: next(islice(new, rows * tokens - 1, None))
-
-
-def runner_for(model: SpiralFormer, kind: str) -> Any:
-    """What `stream` takes as its runner."""
-    from spiralformer.decode.algorithm import EAGER
-    from spiralformer.decode.compiled import compile_for
-
-    return EAGER if kind == "eager" else compile_for(model)
 
 
 def hf_decoding(model: Any, prompts: list[list[int]], tokens: int) -> Case:
