@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from spiralformer.console import say
 from spiralformer.evaluate.tasks import PAPER, TEXTS
+from spiralformer.files import require_folder, write_text
+
+if TYPE_CHECKING:
+    from spiralformer.evaluate.run import Options
 
 EPILOG = f"""
 the paper's tasks: {", ".join(PAPER)} (accuracy); its texts: {", ".join(TEXTS)}
@@ -94,10 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from spiralformer import files
-    from spiralformer.console import say
-    from spiralformer.evaluate.run import Options, evaluate_folders
-    from spiralformer.evaluate.tables import render
+    for folder in args.folders:
+        require_folder(folder, "give one with config.json and weights")
+
+    from spiralformer.evaluate.run import Options
 
     text_files = [path for paths in args.text_files for path in paths]
     options = Options(
@@ -115,12 +122,20 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         trust_remote_code=args.trust_remote_code,
     )
+    evaluate(args.folders, options)
+    return 0
+
+
+def evaluate(folders: Sequence[str | Path], options: Options) -> None:
+    """Prints the tables, and writes them beside the results."""
+    from spiralformer.evaluate.run import evaluate_folders
+    from spiralformer.evaluate.tables import render
+
     try:
-        evaluations = evaluate_folders(args.folders, options)
+        evaluations = evaluate_folders(folders, options)
     except KeyboardInterrupt:
         say(f"\nwhat was answered is kept in {options.out / 'cache'}; the same command goes on")
         raise
     table = render(evaluations, options)
-    files.write_text(options.out / "table.md", table)
+    write_text(options.out / "table.md", table)
     print(render(evaluations, options, plain=True) if sys.stdout.isatty() else table, end="")
-    return 0

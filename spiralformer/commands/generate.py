@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from spiralformer.errors import UserError
+from spiralformer.files import require_folder
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--prompt-file {args.prompt_file}: cannot be read ({error})") from None
     if not prompts:
         raise UserError("give a prompt with --prompt TEXT or --prompt-file FILE")
+    require_folder(args.checkpoint)
 
     import torch
 
