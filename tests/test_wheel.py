@@ -41,7 +41,7 @@ def spiralformer(wheel):
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", wheel.parent / "env"], check=True)
     bin = wheel.parent / "env" / ("Scripts" if os.name == "nt" else "bin")
-    pip(bin / "python", "install", "-c", ROOT / "constraints.txt", wheel)
+    pip(bin / "python", "install", "-c", ROOT / "constraints.txt", f"{wheel}[eval]")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
 
     def run(*arguments: str) -> str:
