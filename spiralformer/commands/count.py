@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import textwrap
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from spiralformer import accounting, paper, presets
-from spiralformer.accounting import OURS, PAPER, Convention, Flops
+from spiralformer.accounting import Convention
 from spiralformer.config import SpiralConfig
 from spiralformer.console import count as counted
 from spiralformer.console import si, table
@@ -17,30 +19,22 @@ from spiralformer.errors import UserError
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 SIZES = ("hidden_size", "num_heads", "vocab_size")
+FLOPS = ("matmul", "attention", "elementwise", "total")
 PATTERN = 24  # positions of the triggering pattern that are drawn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "config",
-        nargs="?",
-        metavar="PRESET|LAYOUT|FILE",
-        help='a preset (see --list), a layout such as "4+8x{1/8,1/4,1/2,1}+4", or a JSON file',
-    )
+    what = 'a preset (see --list), a layout such as "4+8x{1/8,1/4,1/2,1}+4", or a JSON file'
+    add("config", nargs="?", metavar="PRESET|LAYOUT|FILE", help=what)
     add("--table1", action="store_true", help="the paper's Table 1, recounted")
     add("--list", action="store_true", help="the names of the presets")
     add("--length", type=int, metavar="L", help="tokens; default: the longest sequence")
     add("--hidden-size", type=int, metavar="D", help="width")
     add("--num-heads", type=int, metavar="H", help="attention heads")
     add("--vocab-size", type=int, metavar="V", help="vocabulary")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="change any field of the configuration; may be repeated",
-    )
+    change = "change any field of the configuration; may be repeated"
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help=change)
     add("--dtype", choices=BYTES, default="bf16", help="of the cache (%(default)s)")
     add("--json", action="store_true", help="for programs")
 
@@ -75,24 +69,19 @@ def run(args: argparse.Namespace) -> int:
 
 def count(name: str, config: SpiralConfig, length: int, dtype: str) -> dict[str, Any]:
     """Everything that is known of a configuration, as plain data."""
-    decode = accounting.decode_cost(config)
-    cache = accounting.kv_bytes(config, length, BYTES[dtype])
-    fixed = accounting.fixed_bytes(config, BYTES[dtype])
+    decode, size = accounting.decode_cost(config), BYTES[dtype]
     as_printed = name in paper.TABLE_1 and config == presets.preset(name)
     return {
         "name": name,
         "config": config.to_dict(),
         "length": length,
-        "parameters": {c.value: _parameters(config, c) for c in Convention},
-        "prefill_flops": {c.value: _forward(config, length, c) for c in Convention},
+        "parameters": {c.value: _plain(accounting.parameters(config, c)) for c in Convention},
+        "prefill_flops": {c.value: _prefill(config, length, c) for c in Convention},
         "training_flops_per_token": accounting.training_flops_per_token(config, length),
         "decode": {
+            **_plain(decode),
             "mean_passes": float(decode.mean_passes),
             "mean_batches": float(decode.mean_batches),
-            "period": decode.period,
-            "positions": decode.positions,
-            "histogram": decode.histogram,
-            "batch_histogram": decode.batch_histogram,
             "triggers": [
                 {
                     "iteration": iteration.index,
@@ -110,30 +99,25 @@ def count(name: str, config: SpiralConfig, length: int, dtype: str) -> dict[str,
             "flops_per_token": accounting.decode_flops_per_token(config, length),
             "weights_read_per_token": accounting.weights_read_per_token(config),
         },
-        "kv_bytes": {"dtype": dtype, **asdict(cache), "total": cache.total},
-        "fixed_bytes": {"dtype": dtype, **asdict(fixed), "total": fixed.total},
+        "kv_bytes": {"dtype": dtype, **_plain(accounting.kv_bytes(config, length, size))},
+        "fixed_bytes": {"dtype": dtype, **_plain(accounting.fixed_bytes(config, size))},
         "printed": asdict(paper.TABLE_1[name]) if as_printed else None,
     }
 
 
-def _parameters(config: SpiralConfig, convention: Convention) -> dict[str, Any]:
-    p = accounting.parameters(config, convention)
-    return {**asdict(p), "non_embedding": p.non_embedding, "total": p.total}
-
-
-def _forward(config: SpiralConfig, length: int, convention: Convention) -> dict[str, Any]:
+def _prefill(config: SpiralConfig, length: int, convention: Convention) -> dict[str, Any]:
     forward = accounting.forward_flops(config, length, convention)
-    return {
-        **_flops(forward.flops),
-        "parts": [
-            {"part": p.part, "iteration": p.iteration, "entries": p.entries, **_flops(p.flops)}
-            for p in forward.parts
-        ],
-    }
+    parts = [
+        {"part": p.part, "iteration": p.iteration, "entries": p.entries, **_plain(p.flops)}
+        for p in forward.parts
+    ]
+    return {**_plain(forward.flops), "parts": parts}
 
 
-def _flops(flops: Flops) -> dict[str, int]:
-    return {**asdict(flops), "total": flops.total}
+def _plain(counts: Any) -> dict[str, Any]:
+    """The fields of a dataclass and, such as totals, its properties."""
+    computed = [name for name, kind in vars(type(counts)).items() if isinstance(kind, property)]
+    return asdict(counts) | {name: getattr(counts, name) for name in computed}
 
 
 # ---------------------------------------------------------------------------- for people
@@ -181,37 +165,25 @@ def show_parameters(config: SpiralConfig, report: dict[str, Any]) -> str:
 
 
 def show_flops(config: SpiralConfig, report: dict[str, Any]) -> str:
-    length = report["length"]
-    ours, theirs = (accounting.forward_flops(config, length, c) for c in (OURS, PAPER))
-    unit, scale = next(
-        (u, s) for u, s in zip("TGMk ", (1e12, 1e9, 1e6, 1e3, 1), strict=True) if ours.total >= s
-    )
-
-    def row(label: str, *parts: str, iteration: int | None = None) -> list[str]:
-        f, g = (c.of(*parts, iteration=iteration) for c in (ours, theirs))
-        numbers = (f.matmul, f.attention, f.elementwise, f.total, g.total)
-        cells = [f"{number / scale:,.4f}" if number else "–" for number in numbers]
-        return [label, *cells, f"{100 * f.total / ours.total:.1f}"] if any(numbers) else []
-
-    rows = [
-        row("pre", "pre"),
-        *(
-            row(
-                f"iteration {i.index} ({i.resolution})",
-                "downscale",
-                "core",
-                "upscale",
-                iteration=i.index,
-            )
-            for i in config.iterations
-        ),
-        row("topology", "topology"),
-        row("post", "post"),
-        row("norm and head", "embedding", "final norm", "head"),
-    ]
-    everything = {p.part for p in (*ours.parts, *theirs.parts)}
-    rows = [*filter(None, rows), [], row("total", *everything)]
-    header = [f"{unit}FLOPs".strip(), "matmul", "attention", "other", "ours", "paper's", "%"]
+    sums: dict[str, Counter[str]] = {}
+    for convention, flops in report["prefill_flops"].items():
+        for part in (*flops["parts"], flops | {"part": "total", "iteration": None}):
+            label, t = part["part"], part["iteration"]
+            if t is not None and label != "topology":
+                label = f"iteration {t} ({config.iterations[t].resolution})"
+            kinds = {f"{convention} {kind}": part[kind] for kind in FLOPS}
+            sums.setdefault(label, Counter()).update(kinds)
+    total = sums["total"]["ours total"]
+    exponent = min(int(math.log10(total)) // 3, 4)
+    rows = []
+    for label, flops in sums.items():
+        numbers = [*(flops[f"ours {kind}"] for kind in FLOPS), flops["paper total"]]
+        cells = [f"{number / 1000**exponent:,.4f}" if number else "–" for number in numbers]
+        if set(cells) - {"–", "0.0000"}:
+            rows.append([label, *cells, f"{100 * flops['ours total'] / total:.1f}"])
+    rows.insert(-1, [])
+    length, unit = report["length"], " kMGT"[exponent].strip()
+    header = [f"{unit}FLOPs", "matmul", "attention", "other", "ours", "paper's", "%"]
     text = f"\nPrefill of {length:,} tokens\n" + table(header, rows)
     if report["printed"] and length == 4096:
         text += f"Table 1 prints {report['printed']['flops']:.2f} TFLOPs.\n"
