@@ -7,10 +7,12 @@ is a line every ten seconds. Colours are rich's: none where output is piped or N
 from __future__ import annotations
 
 import io
+import platform
 import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 PAUSE = 10.0  # seconds between two lines of progress where there is no terminal
@@ -168,3 +170,11 @@ def si(value: float) -> str:
 def count(number: int, noun: str, plural: str = "") -> str:
     """1 token, 2 tokens"""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def cpu_name() -> str:
+    """As the system calls it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())

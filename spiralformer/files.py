@@ -93,6 +93,12 @@ def require_free(folder: str | Path) -> None:
         raise UserError(f"{folder}: exists already; choose another name or remove it first")
 
 
+def require_folder(folder: str | Path, remedy: str = "") -> None:
+    """Better asked before a heavy library is imported than after."""
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: no such folder{remedy and '; ' + remedy}")
+
+
 def _sync(path: Path) -> None:
     """A rename lasts when what it names, and the folder that holds the name, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

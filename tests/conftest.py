@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from spiralformer.cli import main
+
 torch.set_num_threads(1)
 settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("fresh", deadline=None, max_examples=60, database=None)
@@ -28,3 +30,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("random")
+
+
+@pytest.fixture
+def run_command(capsys):
+    """Runs a command in this process; gives its status, output and errors."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([*map(str, arguments)])
+        except SystemExit as stop:  # argparse's own refusals
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return run

@@ -11,7 +11,6 @@ import torch
 from spiralformer.bench import cases, report, timing
 from spiralformer.bench.peers import PEER, build, family
 from spiralformer.bench.timing import Measurement, interleave
-from spiralformer.cli import main
 from spiralformer.decode import generate
 
 
@@ -24,12 +23,11 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def bench(capsys, tmp_path):
+def bench(run_command, tmp_path):
     """Runs the command on a folder of its own; gives its status, output and errors."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        status = main(["bench", *arguments, *(() if "--out" in arguments else ("--out", str(out)))])
-        return status, *capsys.readouterr()
+        return run_command("bench", "--out", out, *arguments)
 
     out = call.out = tmp_path / "bench"
     return call

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from spiralformer import SpiralConfig, SpiralFormer, cli
+from spiralformer import SpiralConfig, SpiralFormer
 from spiralformer.errors import UserError
 from spiralformer.hf.neox import from_gpt_neox, to_gpt_neox
 from spiralformer.model_folder import CheckpointError, load_model, save_model
@@ -183,42 +183,43 @@ def test_models_that_are_not_gpt_neox_are_not_written_as_one(tmp_path, changes, 
 # ---------------------------------------------------------------------------- commands
 
 
-def test_import_and_export_commands_go_there_and_back(tmp_path, capsys):
+def test_import_and_export_commands_go_there_and_back(run_command, tmp_path):
     theirs = gpt_neox(tmp_path / "neox", dtype=torch.float16)
     (tmp_path / "neox" / "tokenizer.json").write_text("{}")
-    paths = {name: str(tmp_path / name) for name in ("neox", "ours", "back")}
-    assert cli.main(["import", paths["neox"], paths["ours"]]) == 0
-    assert "2 layers of width 32" in capsys.readouterr().out
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["eos_token_id"] == 1
-    assert largest_difference(load_model(paths["ours"], dtype=torch.float32), theirs.float()) < 1e-5
+    neox, ours, back = (tmp_path / name for name in ("neox", "ours", "back"))
+    status, out, _ = run_command("import", neox, ours)
+    assert status == 0
+    assert "2 layers of width 32" in out
+    assert json.loads((ours / "config.json").read_text())["eos_token_id"] == 1
+    assert largest_difference(load_model(ours, dtype=torch.float32), theirs.float()) < 1e-5
 
-    assert cli.main(["export", paths["ours"], paths["back"], "--format", "gpt-neox"]) == 0
-    before, after = (load_file(tmp_path / n / "model.safetensors") for n in ("neox", "back"))
+    assert run_command("export", ours, back, "--format", "gpt-neox")[0] == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (neox, back))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert (tmp_path / "back" / "tokenizer.json").exists()
-    assert GPTNeoXConfig.from_pretrained(paths["back"]).eos_token_id == 1
+    assert (back / "tokenizer.json").exists()
+    assert GPTNeoXConfig.from_pretrained(back).eos_token_id == 1
 
 
-def test_commands_refuse_bad_input_and_overwrite_nothing(tmp_path, capsys):
+def test_commands_refuse_bad_input_and_overwrite_nothing(run_command, tmp_path):
     gpt_neox(tmp_path / "neox")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "work.txt").write_text("dear")
-    neox, taken, out = (str(tmp_path / name) for name in ("neox", "taken", "out"))
-    looped = SpiralConfig(layout="1+1x{1/2,1}+1", hidden_size=16, num_heads=2, vocab_size=11)
-    save_model(SpiralFormer(looped), tmp_path / "looped")
-    capsys.readouterr()
-    for argv, message in (
-        (["import", neox, taken], "exists already"),
-        (["import", str(tmp_path / "looped"), out], "model_type is 'spiralformer'"),
-        (["export", neox, out], "`spiralformer import` converts it"),
-        (["export", str(tmp_path / "looped"), taken], "exists already"),
-        (["export", str(tmp_path / "looped"), out, "--format", "gpt-neox"], "has a loop"),
+    neox, looped, taken, out = (tmp_path / name for name in ("neox", "looped", "taken", "out"))
+    taken.mkdir()
+    (taken / "work.txt").write_text("dear")
+    config = SpiralConfig(layout="1+1x{1/2,1}+1", hidden_size=16, num_heads=2, vocab_size=11)
+    save_model(SpiralFormer(config), looped)
+    for arguments, message in (
+        (("import", neox, taken), "exists already"),
+        (("import", tmp_path / "none", out), "none: no such folder; fetch a model"),
+        (("import", looped, out), "model_type is 'spiralformer'"),
+        (("export", neox, out), "`spiralformer import` converts it"),
+        (("export", looped, taken), "exists already"),
+        (("export", looped, out, "--format", "gpt-neox"), "has a loop"),
     ):
-        assert cli.main(argv) == 2, argv
-        error = capsys.readouterr().err
+        status, _, error = run_command(*arguments)
+        assert status == 2, arguments
         assert message in error
         assert error.count("\n") == 1
     with pytest.raises(UserError, match="exists already"):
         to_gpt_neox(from_gpt_neox(neox), taken)
-    assert [p.name for p in (tmp_path / "taken").iterdir()] == ["work.txt"]
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in taken.iterdir()] == ["work.txt"]
+    assert not out.exists()

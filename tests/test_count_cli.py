@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
 from spiralformer import ConfigError, SpiralConfig, presets
 from spiralformer.accounting import PAPER, forward_flops, parameters
-from spiralformer.cli import main
 
 SPIRAL = "4+8x{1/8,1/4,1/2,1}+4"
 SIZES = ["--hidden-size", "64", "--num-heads", "4", "--vocab-size", "100"]
 
 
 @pytest.fixture
-def count(capsys):
-    """Runs the command; gives its status, output and errors."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = main(["count", *arguments])
-        except SystemExit as stop:  # argparse's own refusals
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return call
+def count(run_command):
+    return partial(run_command, "count")
 
 
 # ---------------------------------------------------------------------------- what it prints
@@ -44,10 +35,10 @@ def count(capsys):
     ],
     ids=" ".join,
 )
-def test_the_output_fits_100_columns(count, arguments):
+def test_the_output_fits_80_columns(count, arguments):
     status, out, err = count(*arguments)
     assert (status, err) == (0, "")
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
     assert not any(line.endswith(" ") for line in out.splitlines())
 
 
@@ -59,7 +50,7 @@ def test_a_preset_shows_parameters_flops_decoding_and_cache(count):
     assert "Table 1 prints 4.11 TFLOPs" in out
     assert "1.875 core passes per token on average: 1 pass at 1 of 8, 2 passes at 7 of 8." in out
     assert ["iteration", "0", "8", "4", "7", "i", "≡", "3", "(mod", "8)", "···●····"] in lines
-    assert ["passes", "at", "a", "token", "22222221"] in lines
+    assert ["passes", "22222221"] in lines
     assert ["iteration", "0", "8", "512", "16,777,216", "4,096.0"] in lines
 
 
@@ -73,7 +64,7 @@ def test_printed_digits_stand_beside_the_unchanged_preset_only(count):
 def test_table1_says_that_66_of_66_cells_agree(count):
     status, out, _ = count("--table1")
     assert status == 0
-    assert "22/22 rows, 66/66 cells equal to the printed digits" in out
+    assert "22/22 rows, 66/66 cells equal" in out
     for name in ("spiral-b-410m-anchor", "pythia-1.4b-mesh"):
         assert sum(name in line.split() for line in out.splitlines()) == 1
 
@@ -187,25 +178,17 @@ def test_the_default_length_is_the_longest_sequence(count):
     ("arguments", "parts"),
     [
         (["spiral-410m"], ["preset 'spiral-410m'", "spiral-b-410m-mesh", "--list"]),
-        (["410m"], ["preset '410m'", "pythia-410m"]),
         (["zzz"], ["preset 'zzz'", "nearest"]),
         (["4+8x{2}+4"], ["'4+8x{2}+4'", "resolution 2", "(0, 1]"]),
         (["4+8"], ["layout '4+8'", "write"]),
-        (["{1/8,1}"], ["layout '{1/8,1}'", "write"]),
         ([SPIRAL], ["says nothing of the sizes", "hidden_size, num_heads, vocab_size"]),
         ([SPIRAL, "--hidden-size", "64"], ["give num_heads, vocab_size"]),
         ([SPIRAL, *SIZES, "--num-heads", "7"], ["num_heads 7", "hidden_size 64"]),
         (["missing.json"], ["missing.json", "cannot be read"]),
-        (["no/such/file"], ["no/such/file", "cannot be read"]),
         (["pythia-nano", "--set", "shift"], ["'shift'", "field=value"]),
-        (["pythia-nano", "--set", "=3"], ["'=3'", "field=value"]),
         (["pythia-nano", "--set", "topolgy=none"], ["'topolgy'", "did you mean 'topology'"]),
         (["pythia-nano", "--set", "self=1"], ["unknown field 'self'"]),
-        (["pythia-nano", "--set", "text=1"], ["unknown field 'text'"]),
-        (["pythia-nano", "--set", "topology=mesh"], ["topology 'mesh'", "needs a loop"]),
-        (["spiral-b-nano-mesh", "--set", "shift=6,3,1,0"], ["shift 6", "leak the future", "7"]),
         (["pythia-nano", "--length", "0"], ["--length 0", "at least 1"]),
-        (["pythia-nano", "--length", "-1"], ["--length -1", "at least 1"]),
         (["pythia-nano", "--length", "many"], ["--length", "'many'"]),
         (["pythia-nano", "--dtype", "int3"], ["--dtype", "'int3'", "bf16"]),
         ([], ["a preset, a layout or a JSON file", "--table1", "--list"]),

@@ -191,7 +191,7 @@ def test_wrong_arguments_are_said_in_a_line(folder, tmp_path, capsys):
         ([], "give a prompt"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "x", "--top-p", "0"], "top_p 0.0 must be in (0, 1]"),
-        (["--prompt-file", str(tmp_path / "nowhere")], "cannot be read"),
+        (["--prompt-file", str(tmp_path / "nowhere")], "nowhere: no such file"),
         (["--prompt", "x", "--device", "nowhere"], "--device nowhere"),
     ):
         assert main(["generate", str(folder), *extra]) == 2

@@ -1,4 +1,4 @@
-"""The README's commands and code are real."""
+"""The documents' commands, code and files are real."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spiralformer.cli import main, parse
+from spiralformer.cli import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,9 +38,17 @@ def test_the_python_of_the_readme_runs():
     assert [len(row) for row in scope["new"]] == [20, 20]
 
 
-def test_the_files_that_the_readme_points_to_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_files_that_a_document_names_exist(document):
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("http") or (document.parent / target).exists(), target
+    for name in re.findall(r"`([\w/]+\.(?:py|cpp))`", text):
+        folders = (ROOT, ROOT / "spiralformer")
+        assert any((folder / name).exists() for folder in folders), name
 
 
 def test_make_targets_of_the_readme_exist():
@@ -49,8 +57,7 @@ def test_make_targets_of_the_readme_exist():
         assert target in targets
 
 
-def test_an_unknown_command_ends_with_status_2(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["trian"])
-    assert stop.value.code == 2
-    assert "train" in capsys.readouterr().err
+def test_an_unknown_command_ends_with_status_2(run_command):
+    status, _, errors = run_command("trian")
+    assert status == 2
+    assert "train" in errors

@@ -73,24 +73,17 @@ def decode(sizes: Sizes) -> Groups:
 
 
 def memory(sizes: Sizes) -> Groups:
-    kinds = [(f"decode state after {sizes.prompt} tokens", state_bytes, sizes.prompt)]
-    if STATUS.exists():
-        setting = f"memory of a training step of 1 × {sizes.length} tokens"
-        kinds.insert(0, (setting, step_peak, sizes.length))
-    else:
+    step = f"memory of a training step of 1 × {sizes.length} tokens"
+    kinds = [(step, step_peak, sizes.length)] if STATUS.exists() else []
+    kinds += [(f"decode state after {sizes.prompt} tokens", state_bytes, sizes.prompt)]
+    if not STATUS.exists():
         say("no peaks of training: only Linux tells them")
     for dtype in sizes.dtypes:
         for setting, size_of, length in kinds:
+            held = {name: size_of(name, sizes.scale, length, dtype) for name in WHOLE}
             yield [
-                Measurement(
-                    setting,
-                    dtype,
-                    name,
-                    "",
-                    length,
-                    bytes=size_of(name, sizes.scale, length, dtype),
-                )
-                for name in WHOLE
+                Measurement(setting, dtype, name, length=length, bytes=size)
+                for name, size in held.items()
             ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from spiralformer.bench.peers import PEER
 from spiralformer.bench.timing import Measurement
-from spiralformer.console import markdown_table
+from spiralformer.console import cpu_name, markdown_table
 from spiralformer.errors import UserError
 from spiralformer.files import read_json, write_json, write_text
 
@@ -48,10 +48,8 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if "model name" in line]
     return {
-        "cpu": (names or [platform.processor() or platform.machine()])[0],
+        "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

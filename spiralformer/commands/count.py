@@ -3,73 +3,64 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import math
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from spiralformer import accounting, paper, presets
-from spiralformer.accounting import OURS, PAPER, Convention, Flops
+from spiralformer.accounting import Convention
 from spiralformer.config import SpiralConfig
+from spiralformer.console import count as counted
+from spiralformer.console import si, table
 from spiralformer.errors import UserError
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-PATTERN = 40  # positions of the triggering pattern that are drawn
+SIZES = ("hidden_size", "num_heads", "vocab_size")
+FLOPS = ("matmul", "attention", "elementwise", "total")
+PATTERN = 24  # positions of the triggering pattern that are drawn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config",
-        nargs="?",
-        metavar="PRESET|LAYOUT|FILE",
-        help='a preset (see --list), a layout such as "4+8x{1/8,1/4,1/2,1}+4", or a JSON file',
-    )
-    parser.add_argument("--table1", action="store_true", help="the paper's Table 1, recounted")
-    parser.add_argument("--list", action="store_true", help="the names of the presets")
-    parser.add_argument(
-        "--length", type=int, metavar="L", help="tokens; default: the longest sequence"
-    )
-    parser.add_argument("--hidden-size", type=int, metavar="D", help="width")
-    parser.add_argument("--num-heads", type=int, metavar="H", help="attention heads")
-    parser.add_argument("--vocab-size", type=int, metavar="V", help="vocabulary")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="change any field of the configuration; may be repeated",
-    )
-    parser.add_argument("--dtype", choices=BYTES, default="bf16", help="of the cache (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    add = parser.add_argument
+    what = 'a preset (see --list), a layout such as "4+8x{1/8,1/4,1/2,1}+4", or a JSON file'
+    add("config", nargs="?", metavar="PRESET|LAYOUT|FILE", help=what)
+    add("--table1", action="store_true", help="the paper's Table 1, recounted")
+    add("--list", action="store_true", help="the names of the presets")
+    add("--length", type=int, metavar="L", help="tokens; default: the longest sequence")
+    add("--hidden-size", type=int, metavar="D", help="width")
+    add("--num-heads", type=int, metavar="H", help="attention heads")
+    add("--vocab-size", type=int, metavar="V", help="vocabulary")
+    change = "change any field of the configuration; may be repeated"
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help=change)
+    add("--dtype", choices=BYTES, default="bf16", help="of the cache (%(default)s)")
+    add("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.length is not None and args.length < 1:
         raise UserError(f"--length {args.length} must be at least 1")
-    asked = [args.config is not None, args.table1, args.list]
-    if sum(asked) != 1:
+    if (args.config is not None) + args.table1 + args.list != 1:
         raise UserError(
             "say one thing to count: a preset, a layout or a JSON file; or --table1; or --list"
         )
-    options = ("length", "hidden_size", "num_heads", "vocab_size", "set")
-    if args.config is None and any(getattr(args, name) for name in options):
+    if args.config is None and any(getattr(args, name) for name in ("length", "set", *SIZES)):
         raise UserError("--table1 and --list take no sizes, lengths or settings; leave them out")
+    report: Any
     if args.list:
-        lines = (f"{name:<34}{fields['layout']}" for name, fields in presets.PRESETS.items())
-        print(json.dumps(presets.names(), indent=2) if args.json else "\n".join(lines))
+        report = presets.names()
+        shown = "\n".join(f"{name:<34}{presets.PRESETS[name]['layout']}" for name in report)
     elif args.table1:
-        rows = table1()
-        print(json.dumps(rows, indent=2) if args.json else show_table1(rows))
+        report = table1()
+        shown = show_table1(report)
     else:
-        sizes = {
-            name: getattr(args, name)
-            for name in ("hidden_size", "num_heads", "vocab_size")
-            if getattr(args, name) is not None
-        }
+        sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
         config = presets.resolve(args.config, **{**sizes, **presets.parse_settings(args.set)})
         report = count(args.config, config, args.length or config.max_length, args.dtype)
-        print(json.dumps(report, indent=2) if args.json else show(config, report))
+        shown = show(config, report)
+    print(json.dumps(report, indent=2) if args.json else shown)
     return 0
 
 
@@ -78,36 +69,29 @@ def run(args: argparse.Namespace) -> int:
 
 def count(name: str, config: SpiralConfig, length: int, dtype: str) -> dict[str, Any]:
     """Everything that is known of a configuration, as plain data."""
-    decode = accounting.decode_cost(config)
-    cache = accounting.kv_bytes(config, length, BYTES[dtype])
-    fixed = accounting.fixed_bytes(config, BYTES[dtype])
-    printed = paper.TABLE_1.get(name) if name in presets.PRESETS else None
-    if printed and config != presets.preset(name):
-        printed = None
+    decode, size = accounting.decode_cost(config), BYTES[dtype]
+    as_printed = name in paper.TABLE_1 and config == presets.preset(name)
     return {
         "name": name,
         "config": config.to_dict(),
         "length": length,
-        "parameters": {c.value: _parameters(config, c) for c in Convention},
-        "prefill_flops": {c.value: _forward(config, length, c) for c in Convention},
+        "parameters": {c.value: _plain(accounting.parameters(config, c)) for c in Convention},
+        "prefill_flops": {c.value: _prefill(config, length, c) for c in Convention},
         "training_flops_per_token": accounting.training_flops_per_token(config, length),
         "decode": {
+            **_plain(decode),
             "mean_passes": float(decode.mean_passes),
             "mean_batches": float(decode.mean_batches),
-            "period": decode.period,
-            "positions": decode.positions,
-            "histogram": decode.histogram,
-            "batch_histogram": decode.batch_histogram,
             "triggers": [
                 {
-                    "iteration": it.index,
-                    "resolution": str(it.resolution),
-                    "chunk": it.chunk,
-                    "offset": it.offset,
-                    "shift": it.shift,
-                    "first": it.chunk - 1 - it.offset,
+                    "iteration": iteration.index,
+                    "resolution": str(iteration.resolution),
+                    "chunk": iteration.chunk,
+                    "offset": iteration.offset,
+                    "shift": iteration.shift,
+                    "first": iteration.chunk - 1 - iteration.offset,
                 }
-                for it in config.iterations
+                for iteration in config.iterations
             ],
             "pattern": [
                 accounting.passes_at(config, i) for i in range(min(decode.period, PATTERN))
@@ -115,214 +99,162 @@ def count(name: str, config: SpiralConfig, length: int, dtype: str) -> dict[str,
             "flops_per_token": accounting.decode_flops_per_token(config, length),
             "weights_read_per_token": accounting.weights_read_per_token(config),
         },
-        "kv_bytes": {"dtype": dtype, **dataclasses.asdict(cache), "total": cache.total},
-        "fixed_bytes": {"dtype": dtype, **dataclasses.asdict(fixed), "total": fixed.total},
-        "printed": dataclasses.asdict(printed) if printed else None,
+        "kv_bytes": {"dtype": dtype, **_plain(accounting.kv_bytes(config, length, size))},
+        "fixed_bytes": {"dtype": dtype, **_plain(accounting.fixed_bytes(config, size))},
+        "printed": asdict(paper.TABLE_1[name]) if as_printed else None,
     }
 
 
-def _parameters(config: SpiralConfig, convention: Convention) -> dict[str, Any]:
-    p = accounting.parameters(config, convention)
-    return {**dataclasses.asdict(p), "non_embedding": p.non_embedding, "total": p.total}
-
-
-def _forward(config: SpiralConfig, length: int, convention: Convention) -> dict[str, Any]:
+def _prefill(config: SpiralConfig, length: int, convention: Convention) -> dict[str, Any]:
     forward = accounting.forward_flops(config, length, convention)
-    return {
-        **_flops(forward.flops),
-        "parts": [
-            {"part": p.part, "iteration": p.iteration, "entries": p.entries, **_flops(p.flops)}
-            for p in forward.parts
-        ],
-    }
+    parts = [
+        {"part": p.part, "iteration": p.iteration, "entries": p.entries, **_plain(p.flops)}
+        for p in forward.parts
+    ]
+    return {**_plain(forward.flops), "parts": parts}
 
 
-def _flops(flops: Flops) -> dict[str, int]:
-    return {**dataclasses.asdict(flops), "total": flops.total}
+def _plain(counts: Any) -> dict[str, Any]:
+    """The fields of a dataclass and, such as totals, its properties."""
+    computed = [name for name, kind in vars(type(counts)).items() if isinstance(kind, property)]
+    return asdict(counts) | {name: getattr(counts, name) for name in computed}
 
 
 # ---------------------------------------------------------------------------- for people
 
 
 def show(config: SpiralConfig, report: dict[str, Any]) -> str:
-    sections = [
-        _heading(config, report),
-        _show_parameters(config, report),
-        _show_flops(config, report),
-        _show_decoding(config, report),
-        _show_cache(config, report),
-    ]
-    return "\n\n".join(section for section in sections if section)
-
-
-def _heading(config: SpiralConfig, report: dict[str, Any]) -> str:
-    topology = {"mesh": f"MeSH with {config.mesh_slots} slots", "anchor": "Anchor"}.get(
-        config.topology, "none"
-    )
     name = f"{report['name']}: " if report["name"] in presets.PRESETS else ""
-    return (
-        f"{name}{config.layout}\n"
-        f"width {config.hidden_size:,} · {config.num_heads} heads · MLP "
+    slots = f", {config.mesh_slots} slots" if config.topology == "mesh" else ""
+    heading = (
+        f"{name}{config.layout}\nwidth {config.hidden_size:,} · {config.num_heads} heads · MLP "
         f"{config.intermediate_size:,} · vocabulary {config.vocab_size:,} · {config.norm} · "
-        f"topology {topology}"
+        f"topology {config.topology}{slots}\n"
     )
+    parts = (show_parameters, show_flops, show_decoding, show_cache)
+    return "".join([_wrap(heading), *(part(config, report) for part in parts)]).rstrip("\n")
 
 
-def _show_parameters(config: SpiralConfig, report: dict[str, Any]) -> str:
-    ours, theirs = report["parameters"]["ours"], report["parameters"]["paper"]
+def show_parameters(config: SpiralConfig, report: dict[str, Any]) -> str:
+    conventions = [report["parameters"][name] for name in ("ours", "paper")]
     layout = config.parsed_layout
-
-    def row(label: str, note: str, key: str) -> list[str]:
-        pair = [p[key] if isinstance(p[key], int) else sum(p[key]) for p in (ours, theirs)]
-        return [label, note, *(f"{n:,}" if n else "–" for n in pair)]
-
-    depths = " + ".join(map(str, layout.core_stacks))
-    if not config.num_iterations:
-        core = ""
-    elif layout.tied:
-        core = f"{depths} layers, run {config.num_iterations} times"
-    else:
-        core = f"{depths} layers, one core per iteration"
-    rows = [
-        row("embedding", "", "embedding"),
-        row("pre", _layers(layout.pre), "pre"),
-        row("core", core, "cores"),
-        row("post", _layers(layout.post), "post"),
-        row("final norm", "", "final_norm"),
-        row("down-scaling", config.downscale, "downscale"),
-        row("up-scaling", config.upscale, "upscale"),
-        row("topology", config.topology, "topology"),
-        row("head", "tied to the embedding" if config.tie_embeddings else "", "head"),
-        row("unexplained", "2d² in the paper's totals", "unexplained"),
-    ]
-    rows = [r for r in rows if r[2:] != ["–", "–"]]
-    rows += [[], row("non-embedding", "", "non_embedding"), row("total", "", "total")]
-    text = _table(["Parameters", "", "ours", "paper's convention"], rows, left=2)
+    how = f"run {config.num_iterations} times" if layout.tied else "one core per iteration"
+    notes = {
+        "pre": counted(layout.pre, "layer"),
+        "cores": " + ".join(counted(n, "layer") for n in layout.core_stacks) + f", {how}",
+        "post": counted(layout.post, "layer"),
+        "downscale": config.downscale,
+        "upscale": config.upscale,
+        "topology": config.topology,
+        "head": "tied to the embedding" if config.tie_embeddings else "",
+        "unexplained": "2d² in the paper's totals",
+    }
+    rows: list[list[str]] = []
+    for part in conventions[0]:
+        numbers = [p[part] if isinstance(p[part], int) else sum(p[part]) for p in conventions]
+        if part == "non_embedding":
+            rows.append([])
+        if any(numbers):
+            cells = (f"{number:,}" if number else "–" for number in numbers)
+            rows.append([part.replace("_", " "), notes.get(part, ""), *cells])
+    text = table(["Parameters", "", "ours", "paper's convention"], rows, left=2)
     if report["printed"]:
         total, inner = (report["printed"][k] for k in ("total_params", "non_embedding_params"))
-        text += f"\n  Table 1 prints {total:.1f} M and {inner:.1f} M (non-embedding)."
+        text += f"Table 1 prints {total:.1f} M and {inner:.1f} M (non-embedding).\n"
     return text
 
 
-def _show_flops(config: SpiralConfig, report: dict[str, Any]) -> str:
-    length, unit = report["length"], _Unit(report["prefill_flops"]["ours"]["total"])
-    ours = accounting.forward_flops(config, length, OURS)
-    theirs = accounting.forward_flops(config, length, PAPER)
-    layout = config.parsed_layout
-
-    def row(label: str, note: str, *parts: str, iteration: int | None = None) -> list[str]:
-        f, g = (c.of(*parts, iteration=iteration) for c in (ours, theirs))
-        numbers = (f.matmul, f.attention, f.elementwise, f.total)
-        share = f"{100 * f.total / ours.total:.1f} %"
-        return [label, note, *map(unit.of, numbers), share, unit.of(g.total)]
-
-    steps = ("downscale", "core", "upscale")
-    rows = [row("pre", f"{layout.pre} × {length:,}", "pre")] if layout.pre else []
-    rows += [
-        row(
-            f"iteration {it.index} ({it.resolution})",
-            f"{it.layers} × {it.chunks(length):,}",
-            *steps,
-            iteration=it.index,
-        )
-        for it in config.iterations
-    ]
-    if ours.of("topology").total or theirs.of("topology").total:
-        rows.append(row("topology", "", "topology"))
-    if layout.post:
-        rows.append(row("post", f"{layout.post} × {length:,}", "post"))
-    rows.append(row("embedding, norm, head", "", "embedding", "final norm", "head"))
-    everything = {p.part for p in ours.parts} | {p.part for p in theirs.parts}
-    rows += [[], row("total", "", *sorted(everything))]
-    header = [
-        f"Prefill of {length:,} tokens",
-        "layers × n",
-        "matmul",
-        "attention",
-        "other",
-        "ours",
-        "share",
-        "paper's",
-    ]
-    text = _table(header, rows, left=1)
-    text += f"\n  in {unit.name}FLOPs."
+def show_flops(config: SpiralConfig, report: dict[str, Any]) -> str:
+    sums: dict[str, Counter[str]] = {}
+    for convention, flops in report["prefill_flops"].items():
+        for part in (*flops["parts"], flops | {"part": "total", "iteration": None}):
+            label, t = part["part"], part["iteration"]
+            if t is not None and label != "topology":
+                label = f"iteration {t} ({config.iterations[t].resolution})"
+            kinds = {f"{convention} {kind}": part[kind] for kind in FLOPS}
+            sums.setdefault(label, Counter()).update(kinds)
+    total = sums["total"]["ours total"]
+    exponent = min(int(math.log10(total)) // 3, 4)
+    rows = []
+    for label, flops in sums.items():
+        numbers = [*(flops[f"ours {kind}"] for kind in FLOPS), flops["paper total"]]
+        cells = [f"{number / 1000**exponent:,.4f}" if number else "–" for number in numbers]
+        if set(cells) - {"–", "0.0000"}:
+            rows.append([label, *cells, f"{100 * flops['ours total'] / total:.1f}"])
+    rows.insert(-1, [])
+    length, unit = report["length"], " kMGT"[exponent].strip()
+    header = [f"{unit}FLOPs", "matmul", "attention", "other", "ours", "paper's", "%"]
+    text = f"\nPrefill of {length:,} tokens\n" + table(header, rows)
     if report["printed"] and length == 4096:
-        text += f" Table 1 prints {report['printed']['flops']:.2f} TFLOPs."
-    text += (
-        f"\n  Training: {_si(report['training_flops_per_token'])}FLOPs per token "
-        "(3 × matmul and attention, nothing recomputed)."
+        text += f"Table 1 prints {report['printed']['flops']:.2f} TFLOPs.\n"
+    training = si(report["training_flops_per_token"])
+    return text + (
+        f"Training: {training}FLOPs per token (3 × matmul and attention, nothing recomputed).\n"
     )
-    return text
 
 
-def _show_decoding(config: SpiralConfig, report: dict[str, Any]) -> str:
-    decode, length = report["decode"], report["length"]
-    lines = []
+def show_decoding(config: SpiralConfig, report: dict[str, Any]) -> str:
+    decode, text = report["decode"], ""
     if config.iterations:
-        shown = len(decode["pattern"])
-        whole = (
-            "one period" if shown == decode["period"] else f"first {shown} of {decode['period']:,}"
-        )
-        rows = []
-        for it in config.iterations:
-            marks = "".join("●" if it.triggers(i) else "·" for i in range(shown))
-            when = (
-                "every token"
-                if it.chunk == 1
-                else f"i ≡ {it.chunk - 1 - it.offset} (mod {it.chunk})"
-            )
-            rows.append(
-                [f"iteration {it.index}", *map(str, (it.chunk, it.offset, it.shift)), when, marks]
-            )
-        sums = "".join(_digit(len(passes)) for passes in decode["pattern"])
-        rows.append(["passes at a token", "", "", "", "", sums])
-        header = ["Decoding", "g", "ω", "s", "core runs at", whole]
-        lines.append(_table(header, rows, left=1, left_too=(4, 5)))
-        passes = _histogram(decode["histogram"], decode["positions"], "pass", "passes")
-        lines.append(
-            _wrap(f"{decode['mean_passes']:.4g} core passes per token on average: {passes}.")
-        )
+        drawn = len(decode["pattern"])
+        whole = drawn == decode["period"]
+        rows = [
+            [
+                f"iteration {i.index}",
+                *map(str, (i.chunk, i.offset, i.shift)),
+                f"i ≡ {i.chunk - 1 - i.offset} (mod {i.chunk})" if i.chunk > 1 else "every token",
+                "".join("●" if i.triggers(at) else "·" for at in range(drawn)),
+            ]
+            for i in config.iterations
+        ]
+        passes = (str(len(due)) if len(due) < 10 else "+" for due in decode["pattern"])
+        rows.append(["passes", "", "", "", "", "".join(passes)])
+        period = "one period" if whole else f"first {drawn} of {decode['period']:,}"
+        text = table(["Decoding", "g", "ω", "s", "core runs at", period], rows)
+        shares = _histogram(decode["histogram"], decode["positions"], "pass", "passes")
+        text += _wrap(f"{decode['mean_passes']:.4g} core passes per token on average: {shares}.\n")
         if decode["batch_histogram"] != decode["histogram"]:
-            runs = _histogram(decode["batch_histogram"], decode["positions"], "run", "runs")
-            lines.append(
-                _wrap(
-                    "Passes that do not wait for each other (s ≥ g) can share one run of the core: "
-                    f"{decode['mean_batches']:.4g} per token on average, {runs}."
-                )
+            shares = _histogram(decode["batch_histogram"], decode["positions"], "run")
+            text += _wrap(
+                "Passes that do not wait for each other (s ≥ g) can share one run of the core: "
+                f"{decode['mean_batches']:.4g} per token on average, {shares}.\n"
             )
-    else:
-        lines.append("Decoding")
-    lines.append(
-        f"  {_si(decode['flops_per_token'])}FLOPs per token at a context of {length:,}; "
-        f"{_si(decode['weights_read_per_token'])} weights read per token."
+    return text + _wrap(
+        f"Decoding takes {si(decode['flops_per_token'])}FLOPs per token at a context of "
+        f"{report['length']:,} and reads {si(decode['weights_read_per_token'])} weights.\n"
     )
-    return "\n".join(lines)
 
 
-def _histogram(histogram: dict[int, int], positions: int, one: str, many: str) -> str:
+def _histogram(histogram: dict[int, int], positions: int, one: str, many: str = "") -> str:
     return ", ".join(
-        f"{k} {one if k == 1 else many} at {v:,} of {positions:,}" for k, v in histogram.items()
+        f"{counted(k, one, many)} at {v:,} of {positions:,}" for k, v in histogram.items()
     )
 
 
-def _show_cache(config: SpiralConfig, report: dict[str, Any]) -> str:
-    kv, fixed, length = report["kv_bytes"], report["fixed_bytes"], report["length"]
-    layout = config.parsed_layout
-
-    def row(label: str, layers: int | str, entries: int | str, size: int) -> list[str]:
-        cells = (f"{n:,}" if isinstance(n, int) else n for n in (layers, entries))
-        return [label, *cells, f"{size:,}", f"{size / length:,.1f}"]
-
-    rows = [row("pre", layout.pre, length, kv["pre"])] if layout.pre else []
-    for it, size in zip(config.iterations, kv["iterations"], strict=True):
-        rows.append(row(f"iteration {it.index}", it.layers, it.chunks(length), size))
-    if layout.post:
-        rows.append(row("post", layout.post, length, kv["post"]))
-    rows += [[], row("total", "", "", kv["total"])]
-    if fixed["total"]:
-        rows.append(["and, whatever the length", "", "", f"{fixed['total']:,}", ""])
+def show_cache(config: SpiralConfig, report: dict[str, Any]) -> str:
+    kv, length, layout = report["kv_bytes"], report["length"], config.parsed_layout
+    stacks = [
+        ("pre", layout.pre, length, kv["pre"]),
+        *(
+            (f"iteration {i.index}", i.layers, i.chunks(length), size)
+            for i, size in zip(config.iterations, kv["iterations"], strict=True)
+        ),
+        ("post", layout.post, length, kv["post"]),
+    ]
+    rows = [
+        [name, str(layers), f"{entries:,}", f"{size:,}", f"{size / length:,.1f}"]
+        for name, layers, entries, size in stacks
+        if layers
+    ]
+    rows += [[], ["total", "", "", f"{kv['total']:,}", f"{kv['total'] / length:,.1f}"]]
+    if fixed := report["fixed_bytes"]["total"]:
+        rows.append(["and, whatever the length", "", "", f"{fixed:,}", ""])
     header = [f"Cache of a sequence, {kv['dtype']}", "layers", "entries", "bytes", "per token"]
-    return _table(header, rows, left=1)
+    return table(header, rows)
+
+
+def _wrap(text: str) -> str:
+    return "".join(textwrap.fill(line, 80) + "\n" for line in text.splitlines())
 
 
 # ---------------------------------------------------------------------------- Table 1
@@ -333,128 +265,53 @@ def table1() -> dict[str, Any]:
     rows = []
     for name, printed in paper.TABLE_1.items():
         config = presets.preset(name)
-        row: dict[str, Any] = {
-            "preset": name,
-            "layout": config.layout,
-            "printed": _cells(
-                printed.total_params * 1e6, printed.non_embedding_params * 1e6, printed.flops * 1e12
-            ),
-        }
+        cells = _cells(printed.total_params, printed.non_embedding_params, printed.flops)
+        row: dict[str, Any] = {"preset": name, "layout": config.layout, "printed": cells}
         for convention in Convention:
             p = accounting.parameters(config, convention)
             flops = accounting.forward_flops(config, 4096, convention).total
-            cells = _cells(p.total, p.non_embedding, flops)
-            row[convention.value] = cells
-            row[f"{convention.value}_agrees"] = {
-                key: cells[key] == row["printed"][key] for key in cells
-            }
+            counts = _cells(p.total / 1e6, p.non_embedding / 1e6, flops / 1e12)
+            row[convention.value] = counts
+            row[f"{convention.value}_agrees"] = {k: counts[k] == cells[k] for k in cells}
         rows.append(row)
-    agree = {
-        c.value: [ok for r in rows for ok in r[f"{c.value}_agrees"].values()] for c in Convention
-    }
-    exact = sum(all(row["paper_agrees"].values()) for row in rows)
     return {
         "rows": rows,
-        "cells": len(agree["paper"]),
-        "rows_agreeing": exact,
-        **{f"cells_agreeing_{name}": sum(oks) for name, oks in agree.items()},
+        "cells": 3 * len(rows),
+        "rows_agreeing": sum(all(row["paper_agrees"].values()) for row in rows),
+        **{
+            f"cells_agreeing_{c.value}": sum(sum(r[f"{c.value}_agrees"].values()) for r in rows)
+            for c in Convention
+        },
     }
 
 
 def _cells(total: float, non_embedding: float, flops: float) -> dict[str, str]:
     """As the paper prints them: millions, millions and 1e12."""
     return {
-        "total": f"{total / 1e6:.1f}",
-        "non_embedding": f"{non_embedding / 1e6:.1f}",
-        "flops": f"{flops / 1e12:.2f}",
+        "total": f"{total:.1f}",
+        "non_embedding": f"{non_embedding:.1f}",
+        "flops": f"{flops:.2f}",
     }
 
 
-def show_table1(table: dict[str, Any]) -> str:
-    def parameters(row: dict[str, Any], column: str) -> str:
-        cells, agrees = row[column], row.get(f"{column}_agrees")
-        marks = (
-            "" if agrees is None else f" {_mark(agrees['total'])}{_mark(agrees['non_embedding'])}"
-        )
-        return f"{cells['total']}/{cells['non_embedding']}{marks}"
-
-    def flops(row: dict[str, Any], column: str) -> str:
-        agrees = row.get(f"{column}_agrees")
-        return row[column]["flops"] + ("" if agrees is None else f" {_mark(agrees['flops'])}")
-
-    columns = {"printed": "paper", "paper": "counted", "ours": "ours"}
+def show_table1(table1: dict[str, Any]) -> str:
     rows: list[list[str]] = []
-    for row in table["rows"]:
-        if rows and row["preset"].startswith("pythia") and not row["preset"].endswith("mesh"):
-            rows.append([])  # the next scale
-        cells = [parameters(row, c) for c in columns] + [flops(row, c) for c in columns]
-        rows.append([row["preset"], *cells])
-    titles = f"{'':24}{'parameters, M (total/non-embedding)':<51}FLOPs, 1e12"
-    cells, exact = table["cells"], f"{table['rows_agreeing']}/{len(table['rows'])}"
-    legend = [
-        "paper    as printed; FLOPs are those of a prefill of 4096 tokens",
-        f"counted  in the paper's convention: {exact} rows, "
-        f"{table['cells_agreeing_paper']}/{cells} cells equal to the printed digits (=)",
-        f"ours     what our model has and does: {table['cells_agreeing_ours']}/{cells} cells print "
-        "the same. It has RMSNorm, no operators",
-        "         where g = 1, and not the 2d² of every printed total, which the paper does not "
-        "explain",
-    ]
-    text = _table(["Table 1", *columns.values(), *columns.values()], rows, left=1)
-    return "\n".join([titles, text, "", *legend])
-
-
-def _mark(agrees: bool) -> str:
-    return "=" if agrees else "≠"
-
-
-# ---------------------------------------------------------------------------- plain text
-
-
-class _Unit:
-    """The unit in which numbers read well of which this is the largest."""
-
-    def __init__(self, largest: float, least: float = 100) -> None:
-        self.name, self.scale = "", 1.0
-        for name, scale in (("K", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
-            if largest >= least * scale:
-                self.name, self.scale = name, scale
-
-    def of(self, number: float) -> str:
-        return f"{number / self.scale:,.1f}" if number else "–"
-
-
-def _si(number: float) -> str:
-    unit = _Unit(number, least=1)
-    return f"{unit.of(number)} {unit.name}"
-
-
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, 98, initial_indent="  ", subsequent_indent="  ")
-
-
-def _layers(n: int) -> str:
-    return f"{n} layer{'s' * (n != 1)}" if n else ""
-
-
-def _digit(n: int) -> str:
-    return str(n) if n < 10 else "+"
-
-
-def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], left: int, left_too: Sequence[int] = ()
-) -> str:
-    """Columns aligned; the first `left` ones to the left. An empty row is a thin line."""
-    rows = [["  " + row[0], *row[1:]] if row else [] for row in rows]
-    widths = [max(len(row[k]) for row in (header, *rows) if row) for k in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        parts = [
-            cell.ljust(width) if k < left or k in left_too else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    for row in table1["rows"]:
+        if rows and row["layout"].isdigit():
+            rows.append([])  # a baseline begins the next scale
+        marks = "".join("=" if agrees else "≠" for agrees in row["paper_agrees"].values())
+        columns = [
+            [f"{c['total']}/{c['non_embedding']}", c["flops"]]
+            for c in (row["printed"], row["ours"])
         ]
-        return "  ".join(parts).rstrip()
-
-    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
-    body = [line(row) if row else "  " + rule[2:] for row in rows]
-    return "\n".join([line(header), rule, *body])
+        rows.append([row["preset"], *columns[0], marks, *columns[1]])
+    exact, cells = f"{table1['rows_agreeing']}/{len(table1['rows'])}", table1["cells"]
+    text = table(["Table 1", "paper", "FLOPs", "counted", "ours", "FLOPs"], rows)
+    return text + _wrap(
+        "Parameters in millions, total/non-embedding; TFLOPs of a prefill of 4096 tokens.\n"
+        f"counted: in the paper's convention; {exact} rows, "
+        f"{table1['cells_agreeing_paper']}/{cells} cells equal to the printed digits (=).\n"
+        "ours: what our model has and does. It has RMSNorm, no operators where g = 1, and not the "
+        "2d² of every printed total, which the paper does not explain; "
+        f"{table1['cells_agreeing_ours']}/{cells} cells print the same.\n"
+    ).rstrip("\n")

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spiralformer.console import Progress, count, duration, table
+from spiralformer.data.sources import COMPRESSIONS, KINDS, find_sources
 from spiralformer.errors import UserError
 
-if TYPE_CHECKING:
-    from spiralformer.data.sources import Source
-
-EPILOG = """\
+RECORDS = ", ".join(suffix for suffix, kind in KINDS.items() if kind != "text")
+TEXTS = ", ".join(suffix for suffix, kind in KINDS.items() if kind == "text")
+EPILOG = f"""\
 sources: a file, a folder, hf:NAME[,CONFIG][:SPLIT] (a Hugging Face dataset) or
 stdlib (the standard library of this Python). Records with a field of text:
-.jsonl, .json, .parquet. Plain text: .txt, .md, .rst, .py and any other file
-whose beginning is UTF-8; what a folder has besides (and hidden files) is left
-out and named. Any of them may be compressed (.gz, .zst).
+{RECORDS}. Plain text: {TEXTS} and any other
+file whose beginning is UTF-8; what a folder has besides (and hidden files) is
+left out and named. Any of them may be compressed ({", ".join(COMPRESSIONS)}).
 
 The shards are Megatron's and GPT-NeoX's (.bin and .idx). Interrupted, the same
 command goes on.
@@ -32,34 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("sources", nargs="*", metavar="SOURCE", help="what to read, in this order (see below)")
     add("--out", metavar="DIR", help="folder to make")
     add("--verify", metavar="DIR", help="check the files of a folder made earlier, and do no more")
-    tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--tokenizer", metavar="PATH", help="tokenizer.json, or a folder with it"
-    )
-    tokenizer.add_argument(
-        "--train-bpe",
-        type=int,
-        metavar="VOCAB",
-        help="train a byte-level BPE (on the first 256 MB of training text)",
-    )
-    tokenizer.add_argument("--bytes", action="store_true", help="a token is a byte")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--tokenizer", metavar="PATH", help="tokenizer.json, or a folder with it")
+    bpe = "train a byte-level BPE (on the first 256 MB of training text)"
+    either("--train-bpe", type=int, metavar="VOCAB", help=bpe)
+    either("--bytes", action="store_true", help="a token is a byte")
     add("--eot-token", metavar="TOKEN", help="end-of-text token (default: the tokenizer's)")
-    add(
-        "--valid-fraction",
-        type=float,
-        default=0.005,
-        metavar="F",
-        help="share of the documents for validation, chosen by their content (default: 0.005)",
-    )
+    valid = "share of the documents for validation, chosen by their content (default: %(default)s)"
+    add("--valid-fraction", type=float, default=0.005, metavar="F", help=valid)
     add("--seed", type=int, default=0, help="of that choice (default: 0)")
     add("--text-field", default="text", metavar="NAME", help="field with the text (default: text)")
-    add(
-        "--split-documents",
-        default="auto",
-        metavar="RULE",
-        help="what a document of a plain text file is: file (all of it); a size such as 64k (so "
-        "much, to the next blank line); auto (default): the file up to 1 MiB, else 64k",
+    rule = (
+        "what a document of a plain text file is: file (all of it); a size such as 64k (so much, "
+        "to the next blank line); auto (default): the file up to 1 MiB, else 64k"
     )
+    add("--split-documents", default="auto", metavar="RULE", help=rule)
     add("--skip-bad", action="store_true", help="leave out unreadable documents, and count them")
     add("--workers", type=int, metavar="N", help="threads (default: one for each core)")
 
@@ -73,7 +60,6 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--workers {args.workers}: at least 1 is needed")
 
     from spiralformer.data.prepare import Recipe, prepare
-    from spiralformer.data.sources import find_sources
 
     recipe = Recipe(
         tokenizer=args.tokenizer,
@@ -86,16 +72,18 @@ def run(args: argparse.Namespace) -> None:
         split_documents=args.split_documents,
     )
     with Progress("tokenizing", unit="MB") as progress:
-        before: list[float] = []  # megabytes read when this run began: the time left is of the rest
+        sources = find_sources(args.sources, progress.say)
+        sizes = [source.size for source in sources]
+        size = None if None in sizes else sum(filter(None, sizes)) / 1e6
+        begun = False
 
         def report(read: int, tokens: int) -> None:
-            if not before:
-                before.append(read / 1e6)
-                progress.total = size / 1e6 - before[0] if size else None
-            progress.update(read / 1e6 - before[0], count(tokens, "token"))
+            nonlocal begun
+            if not begun:  # an earlier call may have read some of it
+                progress.start(size, read / 1e6)
+                begun = True
+            progress.update(read / 1e6, count(tokens, "token"))
 
-        sources = find_sources(args.sources, progress.say)
-        size = _total_size(sources)
         try:
             manifest = prepare(
                 sources,
@@ -120,11 +108,6 @@ def _verify(folder: str) -> None:
     known = (Path(folder) / MANIFEST).is_file()
     how = "checksums hold" if known else "consistent (there is no manifest, and so no checksums)"
     print(f"{folder}: {count(len(files), 'file')}, {how}")
-
-
-def _total_size(sources: list[Source]) -> int | None:
-    sizes = [source.size for source in sources if source.size is not None]
-    return sum(sizes) if len(sizes) == len(sources) else None
 
 
 def _cores() -> int:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from spiralformer.console import say
 from spiralformer.evaluate.tasks import PAPER, TEXTS
+from spiralformer.files import require_folder, write_text
 
+if TYPE_CHECKING:
+    from spiralformer.evaluate.run import Options
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 EPILOG = f"""
 the paper's tasks: {", ".join(PAPER)} (accuracy); its texts: {", ".join(TEXTS)}
 (perplexity). `paper` is all of them, `mmlu` is mmlu_continuation. Any other task, group or tag of
@@ -26,101 +35,56 @@ it was.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        metavar="FOLDER",
-        help="a checkpoint of ours, or the folder of any Hugging Face causal language model",
-    )
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        metavar="NAME",
-        help="what to evaluate (paper; nothing when only --text-file is given)",
-    )
-    parser.add_argument(
-        "--shots", nargs="+", type=int, default=[0, 5], metavar="K", help="few-shot examples (0 5)"
-    )
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="local data; default: the hub")
-    parser.add_argument(
-        "--text-file",
-        dest="text_files",
-        action="append",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="also the perplexity of a text file, or of a jsonl file's `text` fields (.gz too)",
-    )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        metavar="N",
-        help="only the first N examples of a task (of a group, spread over its tasks) or documents",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/eval"), metavar="DIR", help="results (%(default)s)"
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        metavar="L",
-        help="tokens of a perplexity window; default: the model's longest sequence",
-    )
-    parser.add_argument(
-        "--stride",
-        type=int,
-        metavar="S",
-        help="tokens between the ends of two windows; default: --context, no token seen twice",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="B", help="sequences at a time (%(default)s)"
-    )
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, …; default: a GPU if any")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="of the weights; auto is as saved",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1234, help="of the few-shot examples (%(default)s)"
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run code that a Hugging Face folder brings along",
-    )
+    add = parser.add_argument
+    folder = "a checkpoint of ours, or the folder of any Hugging Face causal language model"
+    add("folders", nargs="+", metavar="FOLDER", help=folder)
+    tasks = "what to evaluate (paper; nothing when only --text-file is given)"
+    add("--tasks", nargs="+", metavar="NAME", help=tasks)
+    shots = "few-shot examples (0 5)"
+    add("--shots", nargs="+", type=int, default=[0, 5], metavar="K", help=shots)
+    add("--data-dir", type=Path, metavar="DIR", help="local data; default: the hub")
+    text = "also the perplexity of a text file, or of a jsonl file's `text` fields (.gz too)"
+    add("--text-file", action="extend", nargs="+", type=Path, default=[], metavar="FILE", help=text)
+    limit = "only the first N examples of a task (of a group, spread over its tasks) or documents"
+    add("--limit", type=int, metavar="N", help=limit)
+    out = Path("runs/eval")
+    add("--out", type=Path, default=out, metavar="DIR", help="results (%(default)s)")
+    context = "tokens of a perplexity window; default: the model's longest sequence"
+    add("--context", type=int, metavar="L", help=context)
+    stride = "tokens between the ends of two windows; default: --context, no token seen twice"
+    add("--stride", type=int, metavar="S", help=stride)
+    batch = "sequences at a time (%(default)s)"
+    add("--batch-size", type=int, default=8, metavar="B", help=batch)
+    add("--device", metavar="D", help="cpu, cuda, cuda:1, …; default: a GPU if any")
+    add("--dtype", default="auto", choices=DTYPES, help="of the weights; auto is as saved")
+    add("--seed", type=int, default=1234, help="of the few-shot examples (%(default)s)")
+    trust = "run code that a Hugging Face folder brings along"
+    add("--trust-remote-code", action="store_true", help=trust)
 
 
 def run(args: argparse.Namespace) -> int:
-    from spiralformer import files
-    from spiralformer.console import say
-    from spiralformer.evaluate.run import Options, evaluate_folders
+    for folder in args.folders:
+        require_folder(folder, "give one with config.json and weights")
+
+    from spiralformer.evaluate.run import Options
+
+    given = vars(args) | {"text_files": list(dict.fromkeys(args.text_file))}
+    if args.tasks is None:
+        given["tasks"] = [] if args.text_file else ["paper"]
+    evaluate(args.folders, Options(**{field.name: given[field.name] for field in fields(Options)}))
+    return 0
+
+
+def evaluate(folders: Sequence[str | Path], options: Options) -> None:
+    """Prints the tables, and writes them beside the results."""
+    from spiralformer.evaluate.run import evaluate_folders
     from spiralformer.evaluate.tables import render
 
-    text_files = [path for paths in args.text_files for path in paths]
-    options = Options(
-        tasks=args.tasks if args.tasks is not None else ([] if text_files else ["paper"]),
-        shots=args.shots,
-        data_dir=args.data_dir,
-        text_files=list(dict.fromkeys(text_files)),
-        limit=args.limit,
-        out=args.out,
-        context=args.context,
-        stride=args.stride,
-        batch_size=args.batch_size,
-        device=args.device,
-        dtype=args.dtype,
-        seed=args.seed,
-        trust_remote_code=args.trust_remote_code,
-    )
     try:
-        evaluations = evaluate_folders(args.folders, options)
+        evaluations = evaluate_folders(folders, options)
     except KeyboardInterrupt:
         say(f"\nwhat was answered is kept in {options.out / 'cache'}; the same command goes on")
         raise
     table = render(evaluations, options)
-    files.write_text(options.out / "table.md", table)
+    write_text(options.out / "table.md", table)
     print(render(evaluations, options, plain=True) if sys.stdout.isatty() else table, end="")
-    return 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spiralformer.files import read_json, require_free
-from spiralformer.hf import neox
-from spiralformer.model_folder import load_config, load_model, tokenizer_of
+from spiralformer.files import read_json, require_folder, require_free
 
 FORMATS = {
     "hf": "loads with trust_remote_code=True; the folder carries the code it needs",
@@ -28,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     source, out = Path(args.checkpoint), Path(args.out)
+    require_folder(source)
     require_free(out)
+
+    from spiralformer.hf import neox
+    from spiralformer.model_folder import load_config, load_model, tokenizer_of
+
     if args.format == "gpt-neox":
         neox.write_config(load_config(source))  # refuses before the weights are read
         fields = read_json(source / "config.json")

@@ -5,57 +5,48 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
+from dataclasses import fields
 
 from spiralformer.errors import UserError
+from spiralformer.files import read_text, require_folder
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+RUNNERS = ("auto", "eager", "compile", "native")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a model folder")
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="may be given several times"
+    add = parser.add_argument
+    add("checkpoint", help="a model folder")
+    several = "may be given several times"
+    add("--prompt", action="append", default=[], metavar="TEXT", help=several)
+    add("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt")
+    add("--max-new-tokens", type=int, default=128, metavar="N")
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
+    add("--top-k", type=int, default=0, metavar="K")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--min-p", type=float, default=0.0, metavar="P")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X")
+    add("--seed", type=int, default=0)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text")
+    add("--ignore-eos", action="store_true", help="go on after end-of-text")
+    add("--dtype", choices=DTYPES, help="default: the one it was saved in")
+    add("--device", default="cpu")
+    runner = (
+        "what runs the decode step; auto is native where that was built before, and eager "
+        "elsewhere. They are equal to rounding: the tokens of float32, but not always of bfloat16"
     )
-    parser.add_argument("--prompt-file", metavar="FILE", help="a file whose whole text is a prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)"
-    )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text"
-    )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after end-of-text")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the one it was saved in")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--runner",
-        choices=("auto", "eager", "compile", "native"),
-        default="auto",
-        help="what runs the decode step; auto is native where that was built before, and eager "
-        "elsewhere. They are equal to rounding: the tokens of float32, but not always of bfloat16",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="the fastest runner of the device, built if need be: native on CPUs, else compile",
-    )
+    add("--runner", choices=RUNNERS, default="auto", help=runner)
+    fastest = "the fastest runner of the device, built if need be: native on CPUs, else compile"
+    add("--compile", action="store_true", help=fastest)
 
 
 def run(args: argparse.Namespace) -> int:
     prompts = list(args.prompt)
     if args.prompt_file:
-        try:
-            prompts.append(Path(args.prompt_file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--prompt-file {args.prompt_file}: cannot be read ({error})") from None
+        prompts.append(read_text(args.prompt_file))
     if not prompts:
         raise UserError("give a prompt with --prompt TEXT or --prompt-file FILE")
+    require_folder(args.checkpoint)
 
     import torch
 
@@ -64,14 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from spiralformer.decode.generate import TextStream
     from spiralformer.model_folder import load_model, tokenizer_files
 
-    sampling = Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
-    )
+    sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spiralformer.files import read_json, require_free
-from spiralformer.hf import neox
-from spiralformer.model_folder import save_model, tokenizer_of
+from spiralformer.files import read_json, require_folder, require_free
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     source, out = Path(args.source), Path(args.out)
+    require_folder(source, "fetch a model of the Hub first: hf download NAME --local-dir DIR")
     require_free(out)
+
+    from spiralformer.hf import neox
+    from spiralformer.model_folder import save_model, tokenizer_of
+
     model = neox.from_gpt_neox(source)
     fields = read_json(source / "config.json")
     ids = {name: fields[name] for name in neox.TOKEN_IDS if fields.get(name) is not None}

@@ -109,12 +109,12 @@ def _conduct(args: argparse.Namespace) -> int:
         raise UserError(f"no run of {study.name} is finished in {args.cache}: {reason}")
     code = _written(args, records)
     if args.tasks:
-        from spiralformer.cli import main
+        from spiralformer.commands.eval import evaluate
+        from spiralformer.evaluate.run import Options
 
-        models = [str(run.folder / "model") for row, run in runs.rows(records.sweeps)
+        models = [run.folder / "model" for row, run in runs.rows(records.sweeps)
                   if run.config.seed == 0 and run.finished]  # fmt: skip
-        out = ["--data-dir", str(args.data_dir), "--out", str(_out(args) / "eval")]
-        code = main(["eval", *models, "--tasks", *args.tasks, *out]) or code
+        evaluate(models, Options(args.tasks, data_dir=args.data_dir, out=_out(args) / "eval"))
     return 1 if records.unfinished and not args.report_only else code
 
 

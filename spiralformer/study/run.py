@@ -11,7 +11,6 @@ import contextlib
 import math
 import multiprocessing
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -30,7 +29,7 @@ import numpy as np
 
 from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import SpiralConfig
-from spiralformer.console import Progress, count, duration, say
+from spiralformer.console import Progress, count, cpu_name, duration, say
 from spiralformer.errors import UserError
 from spiralformer.files import read_json
 from spiralformer.study import spec
@@ -421,9 +420,4 @@ def _tried_rate(config: TrainConfig, jobs: int) -> float:
 
 def machine() -> str:
     """CPU and cores, as the system calls them."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].partition(":")[2].strip() if models else name
-    return f"{name}, {count(os.cpu_count() or 1, 'core')}"
+    return f"{cpu_name()}, {count(os.cpu_count() or 1, 'core')}"
