@@ -24,7 +24,7 @@ from spiralformer.decode import (
     runner_for,
     step,
 )
-from spiralformer.decode.state import CacheWrite, StackCache
+from spiralformer.decode.state import CacheWrite, empty_cache
 from spiralformer.errors import UserError
 from tests.strategies import VOCAB, build, configs, tokens
 
@@ -241,15 +241,6 @@ def test_a_state_of_another_model_is_refused():
         step(other, state, tokens(1, 1)[:, 0])
 
 
-def test_a_fixed_capacity_is_kept():
-    model = build(PAPER_B)
-    state = DecodeState.empty(model, 1, capacity=4, fixed=True)
-    extend(model, state, tokens(1, 4))
-    with pytest.raises(StateError, match="5 tokens do not fit the fixed capacity of 4"):
-        step(model, state, tokens(1, 1)[:, 0])
-    assert state.lengths == [4]
-
-
 # ---------------------------------------------------------------------------- the native step
 
 
@@ -340,7 +331,7 @@ def test_a_native_stack_is_the_same_for_any_number_of_threads(dtype, parallel, r
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            cache = StackCache.empty(len(core.blocks), rows, 20 + 3 * rows, model)
+            cache = empty_cache(model, len(core.blocks), rows, 20 + 3 * rows)
             held = lambda k: [3 * row + k for row in range(rows)]
             outputs.append(
                 [

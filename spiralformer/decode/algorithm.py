@@ -8,7 +8,6 @@ differently in a batch of another size). Shapes as in `state`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +23,10 @@ from spiralformer.decode.state import (
     StateError,
     choose_rows,
     map_state,
+    take,
 )
 from spiralformer.model import SpiralFormer
-from spiralformer.model.blocks import gather_rows, pick
+from spiralformer.model.blocks import gather_rows
 from spiralformer.model.operators import Scaling
 
 
@@ -37,14 +37,13 @@ def prefill(
     lengths: Sequence[int] | None = None,
     *,
     capacity: int = 0,
-    fixed: bool = False,
     history: int = 0,
     last: bool = False,
 ) -> tuple[Tensor, DecodeState]:
     """One forward pass over right-padded prompts (B, M): output states (B, M, D) and the state.
     With `last`, only the output of each row's last token, (B, 1, D)."""
     batch, width = ids.shape
-    state = DecodeState.empty(model, batch, max(capacity, width), fixed=fixed, history=history)
+    state = DecodeState.empty(model, batch, max(capacity, width), history=history)
     return extend(model, state, ids, lengths, last=last), state
 
 
@@ -96,9 +95,8 @@ def _advance(
     completes; at a single token, those of a group go through the core as one batch."""
     starts, width = state.lengths, x.shape[1]
     everywhere = lambda cache: [CacheWrite(cache, starts, new)]
-    only = None if state.loop or model.post.blocks else at  # f_pre is all there is
-    v = runner.stack(model.pre, [x], everywhere(state.pre), only)[0]
-    x, at = (x, at) if only is None else (pick(x, only), None)
+    plain = not state.loop  # f_pre is all there is
+    v = runner.stack(model.pre, [x], everywhere(state.pre), at if plain else None)[0]
     h, carrier = model.topology.start(x, v)
     single = width == 1
     groups = model.config.pass_groups if single else [(t,) for t in range(len(state.loop))]
@@ -117,24 +115,15 @@ def _advance(
         for t, each in zip(group, passes, strict=True):
             if not (single and each.iteration.reads_only_past):
                 h, carrier = model.topology.update(each.read(width), h, carrier, t)
-    h = runner.stack(model.post, [h], everywhere(state.post), at)[0]
+    h = runner.stack(model.post, [h], everywhere(state.post), None if plain else at)[0]
     state.advance(new)
     return model.norm(h)
-
-
-class LatentWindow(NamedTuple):
-    """Latents that tokens may read, oldest first, and how each is shared out over its chunk."""
-
-    latents: Tensor  # B W D
-    allocations: Tensor  # B W G
-    ends: list[int]  # the number of the chunk after the last one, per row
 
 
 class CorePass:
     """One iteration over the new tokens: into the chunks, through the core, and back to tokens."""
 
     z: Tensor  # rows, chunks, D: what enters the core
-    window: LatentWindow
 
     def __init__(
         self, scaling: Scaling, part: IterationState, starts: list[int], new: list[int]
@@ -148,7 +137,8 @@ class CorePass:
         ]  # chunks completed by the new tokens
         self.rows = [row for row, done in enumerate(self.done) if done]
         self.every = len(self.rows) == len(new)
-        self.window = LatentWindow(part.latents, part.allocations, self.held)
+        # What the new tokens may read: the latents kept before, then, once stored, those of now.
+        self.latents, self.allocations = part.latents, part.allocations
 
     def write(self) -> CacheWrite:
         held, done = ([counts[row] for row in self.rows] for counts in (self.held, self.done))
@@ -163,7 +153,7 @@ class CorePass:
             self.z, self.shares_from = self._of_rows(h), ()
             return
         if part.recent.shape[1]:
-            part.recent = _last(part.recent, h, self.new)
+            _, part.recent = _append(part.recent, h, self.new)
         if h.shape[1] == 1 and all(self.new):
             self._pool_one(h)
         else:
@@ -217,54 +207,35 @@ class CorePass:
     # ------------------------------------------------------------------ up
 
     def store(self, output: Tensor) -> None:
-        """Keeps the newest of the core's latents (rows, chunks, D). The window becomes all that
-        the new tokens may read: those kept before, then these."""
-        part, kept = self.part, self.part.latents.shape[1]
-        ends = [held + output.shape[1] for held in self.held]
-        if not kept and self.every:  # read at once, none is kept
-            self.window = LatentWindow(output, part.allocations, ends)
-            return
+        """Takes the core's latents (rows, chunks, D), and keeps the newest."""
+        part = self.part
         if self.iteration.chunk == 1:
             shares = output.new_ones((*output.shape[:2], 1))
         else:
             shares = self.scaling.upscale.allocation(output, self.shares_from).to(output.dtype)
         output, shares = self._to_all_rows(output), self._to_all_rows(shares)
-        old = part.latents, part.allocations
-        part.latents = _last(part.latents, output, self.done)
-        part.allocations = _last(part.allocations, shares, self.done)
-        if kept and max(self.new) == 1:  # one token reads nothing older than what is kept
-            ends = [held + done for held, done in zip(self.held, self.done, strict=True)]
-            self.window = LatentWindow(part.latents, part.allocations, ends)
-        else:
-            latents, allocations = torch.cat((old[0], output), 1), torch.cat((old[1], shares), 1)
-            self.window = LatentWindow(latents, allocations, ends)
+        self.latents, part.latents = _append(part.latents, output, self.done)
+        self.allocations, part.allocations = _append(part.allocations, shares, self.done)
 
     def read(self, width: int) -> Tensor:
-        """ũ of the new tokens (B, M, D): token i reads chunk π(i-s), by index; zero where i < s."""
-        iteration, (latents, allocations, ends) = self.iteration, self.window
-        if iteration.chunk == 1 and iteration.shift == 0:
-            return latents[:, latents.shape[1] - width :]
-        if not latents.shape[1]:
-            return latents.new_zeros((len(self.new), width, latents.shape[2]))
-        if width == 1 and len(set(self.starts)) == len(set(ends)) == 1:  # rows alike: plain slices
-            token = self.starts[0] - iteration.shift
-            at = iteration.chunk_of(token) - ends[0] + latents.shape[1]
-            if token < 0 or at < 0:
-                return latents.new_zeros((latents.shape[0], 1, latents.shape[2]))
-            return (
-                latents[:, at : at + 1] * allocations[:, at, iteration.phase_of(token), None, None]
-            )
-        device = latents.device
-        starts, first = torch.tensor(
-            [self.starts, [end - latents.shape[1] for end in ends]], device=device
-        )[:, :, None]
-        token = starts + torch.arange(width, device=device) - iteration.shift  # B M
-        index = (token + iteration.offset).div(iteration.chunk, rounding_mode="floor") - first
-        legal = (token >= 0) & (index >= 0) & (index < latents.shape[1])
-        index = index.clamp(0, latents.shape[1] - 1)
-        phase = (token + iteration.offset).remainder(iteration.chunk)
-        share = allocations.flatten(1).gather(1, index * iteration.chunk + phase) * legal
-        return gather_rows(latents, index) * share[:, :, None]
+        """ũ of the new tokens (B, M, D): token i reads what place i-s of the chunks got, by index;
+        zero where i < s."""
+        iteration, kept = self.iteration, self.part.latents.shape[1]
+        u = (self.latents[:, :, None] * self.allocations[..., None]).flatten(1, 2)
+        past = iteration.shift - iteration.offset
+        u = take(
+            u,
+            [
+                start - past - (held - kept) * iteration.chunk
+                for start, held in zip(self.starts, self.held, strict=True)
+            ],
+            width,
+        )
+        if min(self.starts) >= iteration.shift:
+            return u
+        starts = torch.tensor(self.starts, device=u.device)
+        tokens = starts[:, None] + torch.arange(width, device=u.device)
+        return u * (tokens >= iteration.shift)[..., None]
 
     # ------------------------------------------------------------------ rows
 
@@ -280,16 +251,11 @@ class CorePass:
         return x.new_zeros((len(self.new), *x.shape[1:])).index_copy_(0, rows, x)
 
 
-def _last(old: Tensor, new: Tensor, counts: Sequence[int]) -> Tensor:
-    """The last W entries of: `old` (B, W, D), then the first `counts[b]` of `new` (B, M, D)."""
-    width = old.shape[1]
-    if min(counts) == max(counts) >= width:
-        return new[:, counts[0] - width : counts[0]].clone()
-    both = torch.cat((old, new), 1)
-    if len(set(counts)) == 1:
-        return both[:, counts[0] : counts[0] + width].clone()
-    first = torch.tensor(counts, device=old.device)
-    return gather_rows(both, first[:, None] + torch.arange(width, device=old.device))
+def _append(kept: Tensor, new: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """`kept` (B, W, D) with `new` (B, M, D) behind, and its newest W entries, where only the first
+    `counts[b]` of the new ones are real."""
+    both = torch.cat((kept, new), 1)
+    return both, take(both, counts, kept.shape[1]).clone()  # a view would hold on to the rest
 
 
 def _check(model: SpiralFormer, state: DecodeState, ids: Tensor, new: list[int]) -> None:

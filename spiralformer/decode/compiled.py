@@ -32,8 +32,7 @@ class StackPass(nn.Module):
         x: Tensor,  # P 1 D, the rows of all groups
         cos: Tensor,  # P 1 1 R/2
         sin: Tensor,
-        keys: list[list[Tensor]],  # B H C K of each group and layer
-        values: list[list[Tensor]],
+        caches: list[list[Tensor]],  # 2 B H C K of each group and layer
         places: list[Tensor],  # B: where each row's new entry goes
         masks: list[Tensor],  # B 1 1 C: which entries it may see
     ) -> Tensor:
@@ -44,9 +43,10 @@ class StackPass(nn.Module):
             for i, size in enumerate(sizes):
                 rows = slice(start, start + size)
                 at = torch.arange(size, device=x.device)
-                keys[i][layer][at, :, places[i]] = k[rows, :, 0]
-                values[i][layer][at, :, places[i]] = v[rows, :, 0]
-                outputs.append(attend(q[rows], keys[i][layer], values[i][layer], masks[i]))
+                keys, values = caches[i][layer]
+                keys[at, :, places[i]] = k[rows, :, 0]
+                values[at, :, places[i]] = v[rows, :, 0]
+                outputs.append(attend(q[rows], keys, values, masks[i]))
                 start += size
             return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -86,23 +86,19 @@ class CompiledRunner(Runner):
             return super().stack(stack, inputs, writes, at)
         positions = torch.cat([write.positions for write in writes])
         cos, sin = rotary(positions[:, None], self.config)
-        keys: list[list[Tensor]] = []
-        values: list[list[Tensor]] = []
-        masks = []
+        caches, masks = [], []
         for write in writes:
-            end = min(-(-write.end // BUCKET) * BUCKET, write.cache.keys.shape[3])
-            for parts, cache in ((keys, write.cache.keys), (values, write.cache.values)):
-                # layers apart: writing into one must not copy the others
-                layers = list(cache[:, :, :, :end].unbind(0))
-                for layer in layers:
-                    torch._dynamo.mark_dynamic(layer, 2)
-                parts.append(layers)
+            end = min(-(-write.end // BUCKET) * BUCKET, write.cache.shape[4])
+            # layers apart: writing into one must not copy the others
+            caches.append(list(write.cache[..., :end, :].unbind(1)))
+            for layer in caches[-1]:
+                torch._dynamo.mark_dynamic(layer, 3)
             mask = (torch.arange(end, device=positions.device) <= write.positions)[:, None, None]
             torch._dynamo.mark_dynamic(mask, 3)
             masks.append(mask)
         places = [write.positions[:, 0] for write in writes]
         run = self.compiled[id(stack)]
-        output = run(torch.cat(list(inputs)), cos, sin, keys, values, places, masks)
+        output = run(torch.cat(list(inputs)), cos, sin, caches, places, masks)
         return list(output.split([write.batch for write in writes]))
 
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:

@@ -169,8 +169,7 @@ class NativeRunner(Runner):
             return super().stack(stack, inputs, writes, at)
         output = self.stacks[id(stack)].run(
             inputs[0] if len(inputs) == 1 else torch.cat(list(inputs)),
-            [write.cache.keys for write in writes],
-            [write.cache.values for write in writes],
+            [write.cache for write in writes],
             sizes,
             [row for write in writes for row in write.rows or range(write.batch)],
             [position for write in writes for position in write.held],
