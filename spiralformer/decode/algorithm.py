@@ -26,7 +26,7 @@ from spiralformer.decode.state import (
     take,
 )
 from spiralformer.model import SpiralFormer
-from spiralformer.model.blocks import gather_rows
+from spiralformer.model.blocks import gather_rows, pick
 from spiralformer.model.operators import Scaling
 
 
@@ -98,13 +98,12 @@ def _advance(
     plain = not state.loop  # f_pre is all there is
     v = runner.stack(model.pre, [x], everywhere(state.pre), at if plain else None)[0]
     h, carrier = model.topology.start(x, v)
-    single = width == 1
-    groups = model.config.pass_groups if single else [(t,) for t in range(len(state.loop))]
+    groups = model.config.pass_groups if width == 1 else [(t,) for t in range(len(state.loop))]
     for group in groups:
         passes = [CorePass(model.scalings[t], state.loop[t], starts, new) for t in group]
         for t, each in zip(group, passes, strict=True):
             each.pool(h)
-            if single and each.iteration.reads_only_past:
+            if t != group[-1]:  # it reads only the past
                 h, carrier = model.topology.update(each.read(width), h, carrier, t)
         due = [each for each in passes if each.rows]
         if due:
@@ -112,9 +111,7 @@ def _advance(
             outputs = runner.stack(model.core(group[0]), inputs, writes)
             for each, output in zip(due, outputs, strict=True):
                 each.store(output)
-        for t, each in zip(group, passes, strict=True):
-            if not (single and each.iteration.reads_only_past):
-                h, carrier = model.topology.update(each.read(width), h, carrier, t)
+        h, carrier = model.topology.update(passes[-1].read(width), h, carrier, group[-1])
     h = runner.stack(model.post, [h], everywhere(state.post), None if plain else at)[0]
     state.advance(new)
     return model.norm(h)
@@ -150,7 +147,7 @@ class CorePass:
         """Takes the new states h (B, M, D) into the chunks; those that complete make `z`."""
         part = self.part
         if self.iteration.chunk == 1:
-            self.z, self.shares_from = self._of_rows(h), ()
+            self.z = self._of_rows(h)
             return
         if part.recent.shape[1]:
             _, part.recent = _append(part.recent, h, self.new)
@@ -168,47 +165,41 @@ class CorePass:
         self.shares_from = map_state(part.up, lambda x: self._of_rows(x)[:, None])
         fresh_down, fresh_up = (operator.start((len(self.new),), h) for operator in (down, up))
         if not self.every:
-            ended = torch.tensor([bool(done) for done in self.done], device=h.device)
+            ended = torch.tensor(self.done, device=h.device) > 0
             fresh_down = choose_rows(ended, fresh_down, part.down)
             fresh_up = choose_rows(ended, fresh_up, part.up)
         part.down, part.up = fresh_down, fresh_up
 
     def _pool_many(self, h: Tensor) -> None:
-        """Each row is laid out on its chunk grid, (B, N, G); the first chunk goes on from the
-        state, and the one left unfinished becomes it."""
-        iteration, part, batch = self.iteration, self.part, len(self.new)
-        phases = [iteration.phase_of(start) for start in self.starts]
-        count = max(
-            -(-(phase + n) // iteration.chunk) for phase, n in zip(phases, self.new, strict=True)
-        )
-        offsets = torch.tensor([phases, self.new, self.done], device=h.device)[:, :, None]
-        place = torch.arange(count * iteration.chunk, device=h.device) - offsets[0]  # B N·G
-        real = ((place >= 0) & (place < offsets[1])).unflatten(1, (count, iteration.chunk))
-        members = gather_rows(h, place.clamp(0, h.shape[1] - 1))
-        members = members.unflatten(1, (count, iteration.chunk))
-        unfinished = offsets[2, :, 0]
-        in_row, over = unfinished.clamp_max(count - 1), unfinished >= count
-        rows = torch.arange(batch, device=h.device)
+        """Each row is laid out on its chunk grid, (B, N, G): the first chunk goes on from the
+        state, and the one after those that complete becomes it."""
+        iteration, part = self.iteration, self.part
+        shape = (len(self.new), max(self.done) + 1)
+        counts = [[iteration.phase_of(start) for start in self.starts], self.new, self.done]
+        phase, new, done = torch.tensor(counts, device=h.device)[:, :, None]
+        place = torch.arange(shape[1] * iteration.chunk, device=h.device) - phase  # B N·G
+        members = gather_rows(h, place.clamp(0, h.shape[1] - 1)).unflatten(1, (shape[1], -1))
+        real = ((place >= 0) & (place < new)).unflatten(1, (shape[1], -1))
 
         def push(operator, state: ChunkState) -> tuple[ChunkState, ChunkState]:
-            fresh = operator.start((batch, count), h)
+            fresh = operator.start(shape, h)
             chunks = map_state(state, lambda a, b: torch.cat((a[:, None], b[:, 1:]), 1), fresh)
             chunks = operator.push(chunks, members, real)
-            left = map_state(chunks, lambda x: x[rows, in_row])
-            return chunks, choose_rows(over, operator.start((batch,), h), left)
+            complete = map_state(chunks, lambda x: self._of_rows(x[:, :-1]))
+            return complete, map_state(chunks, lambda x: pick(x, done[:, 0])[:, 0])
 
         down, part.down = push(self.scaling.downscale, part.down)
-        up, part.up = push(self.scaling.upscale, part.up)
-        width = max(self.done)
-        z = self.scaling.downscale.latent(map_state(down, lambda x: x[:, :width]))
-        self.z = self._of_rows(z.to(h.dtype))
-        self.shares_from = map_state(up, lambda x: self._of_rows(x[:, :width]))
+        self.shares_from, part.up = push(self.scaling.upscale, part.up)
+        self.z = self.scaling.downscale.latent(down).to(h.dtype)
 
     # ------------------------------------------------------------------ up
 
     def store(self, output: Tensor) -> None:
         """Takes the core's latents (rows, chunks, D), and keeps the newest."""
         part = self.part
+        if not self.iteration.shift:  # read at once
+            self.latents = self._to_all_rows(output)
+            return
         if self.iteration.chunk == 1:
             shares = output.new_ones((*output.shape[:2], 1))
         else:
@@ -221,6 +212,8 @@ class CorePass:
         """ũ of the new tokens (B, M, D): token i reads what place i-s of the chunks got, by index;
         zero where i < s."""
         iteration, kept = self.iteration, self.part.latents.shape[1]
+        if not iteration.shift:
+            return self.latents
         u = (self.latents[:, :, None] * self.allocations[..., None]).flatten(1, 2)
         past = iteration.shift - iteration.offset
         u = take(
