@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from spiralformer.config import ConfigError, Layout, SpiralConfig
+from spiralformer.files import read_json
 
 # Pythia-1B officially has 8 heads; the FLOPs that the paper prints for it are those of 16.
 SIZES: dict[str, dict[str, int]] = {
@@ -139,7 +140,12 @@ def resolve(text: str, /, **overrides: Any) -> SpiralConfig:
             )
         return SpiralConfig.from_dict({"layout": text, **overrides})
     if text.endswith(".json") or "/" in text:
-        return SpiralConfig.load(text).replace(**overrides)
+        fields = read_json(text)
+        try:
+            config = SpiralConfig.from_dict(fields)
+        except ConfigError as error:
+            raise ConfigError(f"{text}: {error}") from None
+        return config.replace(**overrides)
     return preset(text)  # says which names are near
 
 

@@ -208,20 +208,10 @@ def count_core_passes(model, length: int) -> list[int]:
     return counts
 
 
-def test_overlap_runs_at_most_two_core_passes_a_token_and_1_875_on_average():
-    counts = count_core_passes(build(PAPER_B), 64)
-    assert sum(counts) / 64 == 1.875
-    assert max(counts) == 2
-
-
 @given(configs(), st.integers(1, 30))
 def test_core_passes_are_those_that_the_accounting_counts(config, length):
     counted = [len(batches_at(config, i)) for i in range(length)]
     assert count_core_passes(build(config), length) == counted
-
-
-def test_parallel_regime_runs_one_batched_pass_a_token():
-    assert count_core_passes(build(PAPER_B.replace(shift="parallel")), 32) == [1] * 32
 
 
 def test_only_rows_that_trigger_run_a_coarse_pass():
@@ -305,15 +295,6 @@ def test_native_steps_can_be_taken_back(shift):
     for k in range(20, 30):
         found = step(model, state, ids[:, k], runner)
         torch.testing.assert_close(found, step(model, whole, ids[:, k]), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_native_ragged_rows_are_the_same_as_eager():
-    model = build(PAPER_B, dtype=torch.float32)
-    prompts = [tokens(n).tolist() for n in (3, 8, 10)]
-    assert generate(model, prompts, max_new_tokens=20, runner="native") == generate(
-        model, prompts, max_new_tokens=20, runner="eager"
-    )
 
 
 @pytest.mark.slow
