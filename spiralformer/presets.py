@@ -67,11 +67,11 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "uniform": {"upscale": "uniform"},
     "mean-uniform": {"downscale": "mean", "upscale": "uniform"},
 }
-# Variants beyond the paper's tables.
-VARIANTS: dict[str, dict[str, str]] = {
+VARIANTS: dict[str, dict[str, str]] = {  # beyond the paper's tables
     "attention": {"downscale": "attention"},
     "input": {"upscale": "input_dependent"},
 }
+CHANGES = ABLATIONS | VARIANTS
 ABLATED = ("spiral-b-410m-mesh", "spiral-b-nano-mesh")
 
 
@@ -85,7 +85,7 @@ def _plain(name: str) -> dict[str, Any]:
 
 
 def ablated(name: str, change: str) -> dict[str, Any]:
-    """The fields of a preset with one of Table 2's changes."""
+    """The fields of a preset with one change."""
     fields = _plain(name)
     if change == "fine-to-coarse":
         fields["layout"] = re.sub(
@@ -93,17 +93,12 @@ def ablated(name: str, change: str) -> dict[str, Any]:
             lambda m: "{" + ",".join(reversed(m[1].split(","))) + "}",
             fields["layout"],
         )
-    return {**fields, **ABLATIONS[change]}
+    return {**fields, **CHANGES[change]}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     **{name: _plain(name) for name in LAYOUTS},
-    **{f"{name}-{change}": ablated(name, change) for name in ABLATED for change in ABLATIONS},
-    **{
-        f"{name}-{variant}": {**_plain(name), **fields}
-        for name in ABLATED
-        for variant, fields in VARIANTS.items()
-    },
+    **{f"{name}-{change}": ablated(name, change) for name in ABLATED for change in CHANGES},
 }
 
 
