@@ -10,20 +10,27 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from spiralformer.costs import DOWNSCALE, TOPOLOGY, UPSCALE
 from spiralformer.errors import UserError
 
-NORMS = ("rmsnorm", "layernorm")
+CHOICES = {
+    "topology": list(TOPOLOGY),
+    "downscale": list(DOWNSCALE),
+    "upscale": list(UPSCALE),
+    "norm": ["rmsnorm", "layernorm"],
+}
+RULES: dict[str, dict[str, Callable[[int], int]]] = {  # of the chunk size g
+    "offset": {"half": lambda g: g // 2, "zero": lambda g: 0},
+    "shift": {"overlap": lambda g: g - 1, "parallel": lambda g: g if g > 1 else 0},
+}
 
 GRAMMAR = (
     'write "24" (no loop), "4+8x{1/8,1/4,1/2,1}+4" (pre + core x {resolutions} + post; pre and '
@@ -209,62 +216,41 @@ class SpiralConfig:
     def __post_init__(self) -> None:
         fix = lambda name, value: object.__setattr__(self, name, value)
         fix("layout", str(Layout.parse(self.layout)))
-        for name in ("hidden_size", "num_heads", "vocab_size", "max_length"):
-            self._check_size(name)
+        for field in dataclasses.fields(self):
+            self._check_type(field)
         loops = self.num_iterations
         fix("topology", self.topology or ("mesh" if loops else "none"))
-        self._check_choice("topology", TOPOLOGY)
-        self._check_choice("downscale", DOWNSCALE)
-        self._check_choice("upscale", UPSCALE)
-        self._check_choice("norm", NORMS)
+        fix("intermediate_size", self.intermediate_size or 4 * self.hidden_size)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
+                )
         if not loops and self.topology != "none":
             raise ConfigError(
                 f"topology {self.topology!r} needs a loop, and layout {self.layout!r} has none; "
                 'use topology "none" or a layout such as "4+8+8+4"'
             )
-        mesh = self.topology == "mesh"
-        if self.mesh_slots == 0 or self.mesh_slots is None:
-            fix("mesh_slots", loops + 3 if mesh else 0)
-        if not mesh and self.mesh_slots:
+        if self.topology == "mesh":
+            fix("mesh_slots", self.mesh_slots or loops + 3)
+        elif self.mesh_slots:
             raise ConfigError(
                 f"mesh_slots {self.mesh_slots} is for topology 'mesh', not {self.topology!r}; "
                 "leave it out"
             )
-        if mesh:
-            self._check_size("mesh_slots")
-        fix("intermediate_size", self.intermediate_size or 4 * self.hidden_size)
-        self._check_size("intermediate_size")
-
         if self.hidden_size % self.num_heads:
+            divisors = (k for k in range(1, self.hidden_size + 1) if self.hidden_size % k == 0)
             raise ConfigError(
                 f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}; "
-                f"choose one of {_divisors(self.hidden_size)}"
+                f"choose one of {', '.join(map(str, divisors))}"
             )
-        if not _is_number(self.rotary_fraction) or not 0 <= self.rotary_fraction <= 1:
-            raise ConfigError(f"rotary_fraction {self.rotary_fraction!r} lies outside [0, 1]")
         if self.rotary_size % 2:
             raise ConfigError(
                 f"rotary_fraction {self.rotary_fraction} rotates {self.rotary_size} of "
                 f"{self.head_size} dimensions of a head; the number must be even"
             )
-        for name in ("norm_eps", "rotary_base", "init_std"):
-            value = getattr(self, name)
-            if not _is_number(value) or not value > 0 or not math.isfinite(value):
-                raise ConfigError(f"{name} {value!r} must be a positive number")
-            fix(name, float(value))
-        fix("rotary_fraction", float(self.rotary_fraction))
-        for name in (
-            "parallel_residual",
-            "scale_embeddings",
-            "tie_embeddings",
-            "init_depth_scaled",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} {getattr(self, name)!r} must be true or false")
-
-        chunks = [math.floor(1 / r) for r in self.parsed_layout.resolutions]
-        fix("offset", self._normalise("offset", {"half": _half, "zero": _zero}, chunks))
-        fix("shift", self._normalise("shift", {"overlap": _overlap, "parallel": _parallel}, chunks))
+        for name in ("offset", "shift"):
+            self._check_rule(name)
         for t, g, omega, s in ((i.index, i.chunk, i.offset, i.shift) for i in self.iterations):
             if not 0 <= omega < g:
                 raise ConfigError(
@@ -276,37 +262,40 @@ class SpiralConfig:
                     f"known only at its last one; the smallest legal shift is {g - 1}"
                 )
 
-    def _check_size(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} {value!r} must be a whole number of at least 1")
+    def _check_type(self, field: dataclasses.Field) -> None:
+        name, value = field.name, getattr(self, field.name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if field.type == "int":
+            least = 0 if field.default == 0 else 1  # 0 stands for a default that follows
+            if not number or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} {value!r} must be a whole number of at least 1")
+        elif name == "rotary_fraction":
+            if not number or not 0 <= value <= 1:
+                raise ConfigError(f"{name} {value!r} lies outside [0, 1]")
+        elif field.type == "float":
+            if not number or not 0 < value < math.inf:
+                raise ConfigError(f"{name} {value!r} must be a positive number")
+        elif field.type == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"{name} {value!r} must be true or false")
+        if field.type == "float":
+            object.__setattr__(self, name, float(value))
 
-    def _check_choice(self, name: str, choices: Iterable[str]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(choices)}")
-
-    def _normalise(self, name: str, named: dict, chunks: list[int]) -> str | tuple[int, ...]:
+    def _check_rule(self, name: str) -> None:
         """A named rule stays named; a list becomes a tuple of whole numbers, one per iteration."""
-        value = getattr(self, name)
+        value, named, loops = getattr(self, name), RULES[name], self.num_iterations
         if isinstance(value, str):
             if value not in named:
                 raise ConfigError(
                     f"{name} {value!r} is unknown; choose {', '.join(named)} or a list"
                 )
-            return value
-        try:
-            values = tuple(value)
-        except TypeError:
-            values = (value,)
-        if len(values) != len(chunks) or any(
-            not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values
-        ):
+            return
+        values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if len(values) != loops or any(type(v) is not int or v < 0 for v in values):
             raise ConfigError(
-                f"{name} {value!r} must be one of {', '.join(named)} or a list of {len(chunks)} "
+                f"{name} {value!r} must be one of {', '.join(named)} or a list of {loops} "
                 f"whole numbers, one per iteration of {self.layout}"
             )
-        return values
+        object.__setattr__(self, name, values)
 
     # ------------------------------------------------------------------ derived
 
@@ -330,14 +319,15 @@ class SpiralConfig:
 
     @cached_property
     def iterations(self) -> tuple[Iteration, ...]:
+        def of(name: str, t: int, g: int) -> int:
+            value = getattr(self, name)
+            return RULES[name][value](g) if isinstance(value, str) else value[t]
+
         layout = self.parsed_layout
-        rules = {"half": _half, "zero": _zero, "overlap": _overlap, "parallel": _parallel}
         iterations = []
         for t, (r, layers) in enumerate(zip(layout.resolutions, layout.cores, strict=True)):
             g = math.floor(1 / r)  # exact: r is a Fraction
-            omega = rules[self.offset](g) if isinstance(self.offset, str) else self.offset[t]
-            s = rules[self.shift](g) if isinstance(self.shift, str) else self.shift[t]
-            iterations.append(Iteration(t, r, g, omega, s, layers))
+            iterations.append(Iteration(t, r, g, of("offset", t, g), of("shift", t, g), layers))
         return tuple(iterations)
 
     @cached_property
@@ -389,49 +379,3 @@ class SpiralConfig:
         if missing:
             raise ConfigError(f"missing field{'s' * (len(missing) > 1)} {', '.join(missing)}")
         return cls(**fields)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> SpiralConfig:
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise ConfigError("a configuration is a JSON object of fields")
-        return cls.from_dict(fields)
-
-    @classmethod
-    def load(cls, path: str | Path) -> SpiralConfig:
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error})") from None
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-
-
-def _half(g: int) -> int:
-    return g // 2
-
-
-def _zero(g: int) -> int:
-    return 0
-
-
-def _overlap(g: int) -> int:
-    return g - 1
-
-
-def _parallel(g: int) -> int:
-    return g if g > 1 else 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)

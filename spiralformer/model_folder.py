@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
@@ -59,61 +60,66 @@ def load_model(
 ) -> SpiralFormer:
     """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in."""
     folder = Path(folder)
-    config = load_config(folder)
+    model = assemble(load_config(folder), load_weights(folder), folder)
+    return model.to(device=device, dtype=dtype)
+
+
+def assemble(
+    config: SpiralConfig,
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    named: Callable[[str], str] = str,
+) -> SpiralFormer:
+    """The model of these weights, in evaluation mode; `named` is their name of each of ours."""
     with torch.device("meta"):
         model = SpiralFormer(config)
-    weights = load_weights(folder)
-    if config.tie_embeddings:
-        weights.setdefault("head.weight", weights.get("embedding.weight", torch.empty(0)))
-    wanted = model.state_dict()
-    missing, extra = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    wrong = [k for k in wanted.keys() & weights.keys() if wanted[k].shape != weights[k].shape]
-    if missing or extra or wrong:
+    wanted = {named(name): (name, tensor.shape) for name, tensor in model.state_dict().items()}
+    embedding = named("embedding.weight")
+    if config.tie_embeddings and embedding in weights:
+        weights = {**weights, named("head.weight"): weights[embedding]}
+    shared = wanted.keys() & weights.keys()
+    misfits = {
+        "they lack": wanted.keys() - shared,
+        "unknown are": weights.keys() - shared,
+        "of another shape are": {k for k in shared if weights[k].shape != wanted[k][1]},
+    }
+    if any(misfits.values()):
         parts = [
-            f"{word} {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            for word, names in (
-                ("misses", missing),
-                ("has unknown", extra),
-                ("wrong shape of", wrong),
-            )
+            f"{what} {min(names)!r}" + f" and {len(names) - 1} more" * (len(names) > 1)
+            for what, names in misfits.items()
             if names
         ]
         raise CheckpointError(f"{folder}: the weights do not fit config.json: {'; '.join(parts)}")
-    weights = {k: v.to(device=device, dtype=dtype or v.dtype) for k, v in weights.items()}
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict({wanted[k][0]: v for k, v in weights.items()}, assign=True)
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
     return model.requires_grad_(True).eval()
 
 
-def load_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, from one file or from several with an index, without the prefix."""
-    index = folder / f"{WEIGHTS}.index.json"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [WEIGHTS]
-    weights = {}
-    for name in names:
-        path = folder / name
+def weight_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
+    """The files of a folder's weights: this one, or those that its index lists."""
+    index = folder / f"{name}.index.json"
+    paths = [folder / name]
+    if index.exists():
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict):
+            raise CheckpointError(f"{index}: has no weight_map")
+        paths = [folder / file for file in sorted(set(places.values()))]
+    for path in paths:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file; the folder has no weights")
+    return paths
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, without the prefix."""
+    weights: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder):
         try:
-            with safe_open(path, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                    weights[key.removeprefix(PREFIX)] = tensors.get_tensor(key)
+            weights |= load_file(path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: damaged or not safetensors ({error})") from None
-    return weights
-
-
-def config_dict(model: SpiralFormer, **extra: Any) -> dict[str, Any]:
-    """What config.json holds."""
-    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
-    return {
-        "model_type": MODEL_TYPE,
-        "architectures": [ARCHITECTURE],
-        "dtype": dtype,
-        **model.config.to_dict(),
-        **extra,
-    }
+    return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
 
 
 def save_model(
@@ -130,7 +136,14 @@ def save_model(
         del weights[PREFIX + "head.weight"]
     with new_folder(folder, replace=True) as part:
         write_weights(weights, part)
-        write_json(part / "config.json", config_dict(model, **extra))
+        fields = {
+            "model_type": MODEL_TYPE,
+            "architectures": [ARCHITECTURE],
+            "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+            **model.config.to_dict(),
+            **extra,
+        }
+        write_json(part / "config.json", fields)
         if tokenizer:
             copy_tokenizer(tokenizer, part)
     return Path(folder)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from spiralformer.config import ConfigError, Layout, SpiralConfig
+from spiralformer.files import read_json
 
 # Pythia-1B officially has 8 heads; the FLOPs that the paper prints for it are those of 16.
 SIZES: dict[str, dict[str, int]] = {
@@ -66,11 +67,11 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "uniform": {"upscale": "uniform"},
     "mean-uniform": {"downscale": "mean", "upscale": "uniform"},
 }
-# Variants beyond the paper's tables.
-VARIANTS: dict[str, dict[str, str]] = {
+VARIANTS: dict[str, dict[str, str]] = {  # beyond the paper's tables
     "attention": {"downscale": "attention"},
     "input": {"upscale": "input_dependent"},
 }
+CHANGES = ABLATIONS | VARIANTS
 ABLATED = ("spiral-b-410m-mesh", "spiral-b-nano-mesh")
 
 
@@ -84,7 +85,7 @@ def _plain(name: str) -> dict[str, Any]:
 
 
 def ablated(name: str, change: str) -> dict[str, Any]:
-    """The fields of a preset with one of Table 2's changes."""
+    """The fields of a preset with one change."""
     fields = _plain(name)
     if change == "fine-to-coarse":
         fields["layout"] = re.sub(
@@ -92,17 +93,12 @@ def ablated(name: str, change: str) -> dict[str, Any]:
             lambda m: "{" + ",".join(reversed(m[1].split(","))) + "}",
             fields["layout"],
         )
-    return {**fields, **ABLATIONS[change]}
+    return {**fields, **CHANGES[change]}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     **{name: _plain(name) for name in LAYOUTS},
-    **{f"{name}-{change}": ablated(name, change) for name in ABLATED for change in ABLATIONS},
-    **{
-        f"{name}-{variant}": {**_plain(name), **fields}
-        for name in ABLATED
-        for variant, fields in VARIANTS.items()
-    },
+    **{f"{name}-{change}": ablated(name, change) for name in ABLATED for change in CHANGES},
 }
 
 
@@ -139,7 +135,12 @@ def resolve(text: str, /, **overrides: Any) -> SpiralConfig:
             )
         return SpiralConfig.from_dict({"layout": text, **overrides})
     if text.endswith(".json") or "/" in text:
-        return SpiralConfig.load(text).replace(**overrides)
+        fields = read_json(text)
+        try:
+            config = SpiralConfig.from_dict(fields)
+        except ConfigError as error:
+            raise ConfigError(f"{text}: {error}") from None
+        return config.replace(**overrides)
     return preset(text)  # says which names are near
 
 

@@ -134,9 +134,12 @@ def test_pytorch_files_and_the_buffers_of_old_checkpoints_are_read(tmp_path, sha
         ),
         ({"hidden_size": None}, "hidden_size is None; a whole number"),
         ({"num_attention_heads": 5}, "num_heads 5 does not divide"),
-        ({"intermediate_size": 64}, "'gpt_neox.layers.0.mlp.dense_h_to_4h.weight' has the shape"),
-        ({"num_hidden_layers": 3}, "the weights lack 'gpt_neox.layers.2"),
-        ({"num_hidden_layers": 1}, "the weights have an unknown 'gpt_neox.layers.1"),
+        (
+            {"intermediate_size": 64},
+            "of another shape are 'gpt_neox.layers.0.mlp.dense_4h_to_h.weight' and 5 more",
+        ),
+        ({"num_hidden_layers": 3}, "they lack 'gpt_neox.layers.2"),
+        ({"num_hidden_layers": 1}, "unknown are 'gpt_neox.layers.1"),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(tmp_path, changes, message):

@@ -127,7 +127,7 @@ def test_json_of_table1_says_which_cells_agree(count):
 
 def test_a_preset_a_layout_and_a_file_of_the_same_model_count_the_same(count, tmp_path):
     path = tmp_path / "model.json"
-    path.write_text(presets.preset("spiral-b-nano-mesh").to_json())
+    path.write_text(json.dumps(presets.preset("spiral-b-nano-mesh").to_dict()))
     layout = ["2+4 × {1/8, 1/4, 1/2, 1}+2", "--hidden-size", "128", "--num-heads", "4"]
     layout += ["--vocab-size", "4096", "--set", "max_length=1024"]
     reports = []
@@ -184,7 +184,7 @@ def test_the_default_length_is_the_longest_sequence(count):
         ([SPIRAL], ["says nothing of the sizes", "hidden_size, num_heads, vocab_size"]),
         ([SPIRAL, "--hidden-size", "64"], ["give num_heads, vocab_size"]),
         ([SPIRAL, *SIZES, "--num-heads", "7"], ["num_heads 7", "hidden_size 64"]),
-        (["missing.json"], ["missing.json", "cannot be read"]),
+        (["missing.json"], ["missing.json", "no such file"]),
         (["pythia-nano", "--set", "shift"], ["'shift'", "field=value"]),
         (["pythia-nano", "--set", "topolgy=none"], ["'topolgy'", "did you mean 'topology'"]),
         (["pythia-nano", "--set", "self=1"], ["unknown field 'self'"]),

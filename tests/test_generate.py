@@ -173,7 +173,7 @@ def damage(folder, how: str) -> None:
         ("missing weights", "model.safetensors: no such file"),
         ("truncated weights", "model.safetensors: damaged"),
         ("another model", "model_type is 'llama', not 'spiralformer'"),
-        ("weights of another size", "the weights do not fit config.json: wrong shape"),
+        ("weights of another size", "the weights do not fit config.json: of another shape are"),
         ("no tokenizer", "has no tokenizer.json"),
     ],
 )

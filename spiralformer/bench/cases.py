@@ -255,7 +255,6 @@ def state_bytes(name: str, scale: str, length: int, dtype: str) -> int:
     ids = torch.zeros((1, length), dtype=torch.long)
     if name != PEER:
         _, state = prefill(model, ids, last=True)
-        state.resize(length)
         return state.nbytes
     layers = model(ids, use_cache=True, logits_to_keep=1).past_key_values.layers
     return sum(kept.nbytes for layer in layers for kept in (layer.keys, layer.values))

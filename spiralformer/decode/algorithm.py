@@ -8,7 +8,6 @@ differently in a batch of another size). Shapes as in `state`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from spiralformer.decode.state import (
     StateError,
     choose_rows,
     map_state,
+    take,
 )
 from spiralformer.model import SpiralFormer
 from spiralformer.model.blocks import gather_rows, pick
@@ -37,14 +37,13 @@ def prefill(
     lengths: Sequence[int] | None = None,
     *,
     capacity: int = 0,
-    fixed: bool = False,
     history: int = 0,
     last: bool = False,
 ) -> tuple[Tensor, DecodeState]:
     """One forward pass over right-padded prompts (B, M): output states (B, M, D) and the state.
     With `last`, only the output of each row's last token, (B, 1, D)."""
     batch, width = ids.shape
-    state = DecodeState.empty(model, batch, max(capacity, width), fixed=fixed, history=history)
+    state = DecodeState.empty(model, batch, max(capacity, width), history=history)
     return extend(model, state, ids, lengths, last=last), state
 
 
@@ -96,17 +95,15 @@ def _advance(
     completes; at a single token, those of a group go through the core as one batch."""
     starts, width = state.lengths, x.shape[1]
     everywhere = lambda cache: [CacheWrite(cache, starts, new)]
-    only = None if state.loop or model.post.blocks else at  # f_pre is all there is
-    v = runner.stack(model.pre, [x], everywhere(state.pre), only)[0]
-    x, at = (x, at) if only is None else (pick(x, only), None)
+    plain = not state.loop  # f_pre is all there is
+    v = runner.stack(model.pre, [x], everywhere(state.pre), at if plain else None)[0]
     h, carrier = model.topology.start(x, v)
-    single = width == 1
-    groups = model.config.pass_groups if single else [(t,) for t in range(len(state.loop))]
+    groups = model.config.pass_groups if width == 1 else [(t,) for t in range(len(state.loop))]
     for group in groups:
         passes = [CorePass(model.scalings[t], state.loop[t], starts, new) for t in group]
         for t, each in zip(group, passes, strict=True):
             each.pool(h)
-            if single and each.iteration.reads_only_past:
+            if t != group[-1]:  # it reads only the past
                 h, carrier = model.topology.update(each.read(width), h, carrier, t)
         due = [each for each in passes if each.rows]
         if due:
@@ -114,27 +111,16 @@ def _advance(
             outputs = runner.stack(model.core(group[0]), inputs, writes)
             for each, output in zip(due, outputs, strict=True):
                 each.store(output)
-        for t, each in zip(group, passes, strict=True):
-            if not (single and each.iteration.reads_only_past):
-                h, carrier = model.topology.update(each.read(width), h, carrier, t)
-    h = runner.stack(model.post, [h], everywhere(state.post), at)[0]
+        h, carrier = model.topology.update(passes[-1].read(width), h, carrier, group[-1])
+    h = runner.stack(model.post, [h], everywhere(state.post), None if plain else at)[0]
     state.advance(new)
     return model.norm(h)
-
-
-class LatentWindow(NamedTuple):
-    """Latents that tokens may read, oldest first, and how each is shared out over its chunk."""
-
-    latents: Tensor  # B W D
-    allocations: Tensor  # B W G
-    ends: list[int]  # the number of the chunk after the last one, per row
 
 
 class CorePass:
     """One iteration over the new tokens: into the chunks, through the core, and back to tokens."""
 
     z: Tensor  # rows, chunks, D: what enters the core
-    window: LatentWindow
 
     def __init__(
         self, scaling: Scaling, part: IterationState, starts: list[int], new: list[int]
@@ -148,7 +134,8 @@ class CorePass:
         ]  # chunks completed by the new tokens
         self.rows = [row for row, done in enumerate(self.done) if done]
         self.every = len(self.rows) == len(new)
-        self.window = LatentWindow(part.latents, part.allocations, self.held)
+        # What the new tokens may read: the latents kept before, then, once stored, those of now.
+        self.latents, self.allocations = part.latents, part.allocations
 
     def write(self) -> CacheWrite:
         held, done = ([counts[row] for row in self.rows] for counts in (self.held, self.done))
@@ -160,10 +147,10 @@ class CorePass:
         """Takes the new states h (B, M, D) into the chunks; those that complete make `z`."""
         part = self.part
         if self.iteration.chunk == 1:
-            self.z, self.shares_from = self._of_rows(h), ()
+            self.z = self._of_rows(h)
             return
         if part.recent.shape[1]:
-            part.recent = _last(part.recent, h, self.new)
+            _, part.recent = _append(part.recent, h, self.new)
         if h.shape[1] == 1 and all(self.new):
             self._pool_one(h)
         else:
@@ -178,93 +165,70 @@ class CorePass:
         self.shares_from = map_state(part.up, lambda x: self._of_rows(x)[:, None])
         fresh_down, fresh_up = (operator.start((len(self.new),), h) for operator in (down, up))
         if not self.every:
-            ended = torch.tensor([bool(done) for done in self.done], device=h.device)
+            ended = torch.tensor(self.done, device=h.device) > 0
             fresh_down = choose_rows(ended, fresh_down, part.down)
             fresh_up = choose_rows(ended, fresh_up, part.up)
         part.down, part.up = fresh_down, fresh_up
 
     def _pool_many(self, h: Tensor) -> None:
-        """Each row is laid out on its chunk grid, (B, N, G); the first chunk goes on from the
-        state, and the one left unfinished becomes it."""
-        iteration, part, batch = self.iteration, self.part, len(self.new)
-        phases = [iteration.phase_of(start) for start in self.starts]
-        count = max(
-            -(-(phase + n) // iteration.chunk) for phase, n in zip(phases, self.new, strict=True)
-        )
-        offsets = torch.tensor([phases, self.new, self.done], device=h.device)[:, :, None]
-        place = torch.arange(count * iteration.chunk, device=h.device) - offsets[0]  # B N·G
-        real = ((place >= 0) & (place < offsets[1])).unflatten(1, (count, iteration.chunk))
-        members = gather_rows(h, place.clamp(0, h.shape[1] - 1))
-        members = members.unflatten(1, (count, iteration.chunk))
-        unfinished = offsets[2, :, 0]
-        in_row, over = unfinished.clamp_max(count - 1), unfinished >= count
-        rows = torch.arange(batch, device=h.device)
+        """Each row is laid out on its chunk grid, (B, N, G): the first chunk goes on from the
+        state, and the one after those that complete becomes it."""
+        iteration, part = self.iteration, self.part
+        shape = (len(self.new), max(self.done) + 1)
+        counts = [[iteration.phase_of(start) for start in self.starts], self.new, self.done]
+        phase, new, done = torch.tensor(counts, device=h.device)[:, :, None]
+        place = torch.arange(shape[1] * iteration.chunk, device=h.device) - phase  # B N·G
+        members = gather_rows(h, place.clamp(0, h.shape[1] - 1)).unflatten(1, (shape[1], -1))
+        real = ((place >= 0) & (place < new)).unflatten(1, (shape[1], -1))
 
         def push(operator, state: ChunkState) -> tuple[ChunkState, ChunkState]:
-            fresh = operator.start((batch, count), h)
+            fresh = operator.start(shape, h)
             chunks = map_state(state, lambda a, b: torch.cat((a[:, None], b[:, 1:]), 1), fresh)
             chunks = operator.push(chunks, members, real)
-            left = map_state(chunks, lambda x: x[rows, in_row])
-            return chunks, choose_rows(over, operator.start((batch,), h), left)
+            complete = map_state(chunks, lambda x: self._of_rows(x[:, :-1]))
+            return complete, map_state(chunks, lambda x: pick(x, done[:, 0])[:, 0])
 
         down, part.down = push(self.scaling.downscale, part.down)
-        up, part.up = push(self.scaling.upscale, part.up)
-        width = max(self.done)
-        z = self.scaling.downscale.latent(map_state(down, lambda x: x[:, :width]))
-        self.z = self._of_rows(z.to(h.dtype))
-        self.shares_from = map_state(up, lambda x: self._of_rows(x[:, :width]))
+        self.shares_from, part.up = push(self.scaling.upscale, part.up)
+        self.z = self.scaling.downscale.latent(down).to(h.dtype)
 
     # ------------------------------------------------------------------ up
 
     def store(self, output: Tensor) -> None:
-        """Keeps the newest of the core's latents (rows, chunks, D). The window becomes all that
-        the new tokens may read: those kept before, then these."""
-        part, kept = self.part, self.part.latents.shape[1]
-        ends = [held + output.shape[1] for held in self.held]
-        if not kept and self.every:  # read at once, none is kept
-            self.window = LatentWindow(output, part.allocations, ends)
+        """Takes the core's latents (rows, chunks, D), and keeps the newest."""
+        part = self.part
+        if not self.iteration.shift:  # read at once
+            self.latents = self._to_all_rows(output)
             return
         if self.iteration.chunk == 1:
             shares = output.new_ones((*output.shape[:2], 1))
         else:
             shares = self.scaling.upscale.allocation(output, self.shares_from).to(output.dtype)
         output, shares = self._to_all_rows(output), self._to_all_rows(shares)
-        old = part.latents, part.allocations
-        part.latents = _last(part.latents, output, self.done)
-        part.allocations = _last(part.allocations, shares, self.done)
-        if kept and max(self.new) == 1:  # one token reads nothing older than what is kept
-            ends = [held + done for held, done in zip(self.held, self.done, strict=True)]
-            self.window = LatentWindow(part.latents, part.allocations, ends)
-        else:
-            latents, allocations = torch.cat((old[0], output), 1), torch.cat((old[1], shares), 1)
-            self.window = LatentWindow(latents, allocations, ends)
+        self.latents, part.latents = _append(part.latents, output, self.done)
+        self.allocations, part.allocations = _append(part.allocations, shares, self.done)
 
     def read(self, width: int) -> Tensor:
-        """ũ of the new tokens (B, M, D): token i reads chunk π(i-s), by index; zero where i < s."""
-        iteration, (latents, allocations, ends) = self.iteration, self.window
-        if iteration.chunk == 1 and iteration.shift == 0:
-            return latents[:, latents.shape[1] - width :]
-        if not latents.shape[1]:
-            return latents.new_zeros((len(self.new), width, latents.shape[2]))
-        if width == 1 and len(set(self.starts)) == len(set(ends)) == 1:  # rows alike: plain slices
-            token = self.starts[0] - iteration.shift
-            at = iteration.chunk_of(token) - ends[0] + latents.shape[1]
-            if token < 0 or at < 0:
-                return latents.new_zeros((latents.shape[0], 1, latents.shape[2]))
-            return (
-                latents[:, at : at + 1] * allocations[:, at, iteration.phase_of(token), None, None]
-            )
-        device = latents.device
-        starts, first = torch.tensor(
-            [self.starts, [end - latents.shape[1] for end in ends]], device=device
-        )[:, :, None]
-        token = starts + torch.arange(width, device=device) - iteration.shift  # B M
-        index = (token + iteration.offset).div(iteration.chunk, rounding_mode="floor") - first
-        legal = (token >= 0) & (index >= 0) & (index < latents.shape[1])
-        index = index.clamp(0, latents.shape[1] - 1)
-        phase = (token + iteration.offset).remainder(iteration.chunk)
-        share = allocations.flatten(1).gather(1, index * iteration.chunk + phase) * legal
-        return gather_rows(latents, index) * share[:, :, None]
+        """ũ of the new tokens (B, M, D): token i reads what place i-s of the chunks got, by index;
+        zero where i < s."""
+        iteration, kept = self.iteration, self.part.latents.shape[1]
+        if not iteration.shift:
+            return self.latents
+        u = (self.latents[:, :, None] * self.allocations[..., None]).flatten(1, 2)
+        past = iteration.shift - iteration.offset
+        u = take(
+            u,
+            [
+                start - past - (held - kept) * iteration.chunk
+                for start, held in zip(self.starts, self.held, strict=True)
+            ],
+            width,
+        )
+        if min(self.starts) >= iteration.shift:
+            return u
+        starts = torch.tensor(self.starts, device=u.device)
+        tokens = starts[:, None] + torch.arange(width, device=u.device)
+        return u * (tokens >= iteration.shift)[..., None]
 
     # ------------------------------------------------------------------ rows
 
@@ -280,16 +244,11 @@ class CorePass:
         return x.new_zeros((len(self.new), *x.shape[1:])).index_copy_(0, rows, x)
 
 
-def _last(old: Tensor, new: Tensor, counts: Sequence[int]) -> Tensor:
-    """The last W entries of: `old` (B, W, D), then the first `counts[b]` of `new` (B, M, D)."""
-    width = old.shape[1]
-    if min(counts) == max(counts) >= width:
-        return new[:, counts[0] - width : counts[0]].clone()
-    both = torch.cat((old, new), 1)
-    if len(set(counts)) == 1:
-        return both[:, counts[0] : counts[0] + width].clone()
-    first = torch.tensor(counts, device=old.device)
-    return gather_rows(both, first[:, None] + torch.arange(width, device=old.device))
+def _append(kept: Tensor, new: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """`kept` (B, W, D) with `new` (B, M, D) behind, and its newest W entries, where only the first
+    `counts[b]` of the new ones are real."""
+    both = torch.cat((kept, new), 1)
+    return both, take(both, counts, kept.shape[1]).clone()  # a view would hold on to the rest
 
 
 def _check(model: SpiralFormer, state: DecodeState, ids: Tensor, new: list[int]) -> None:

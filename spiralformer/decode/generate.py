@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spiralformer.decode.algorithm import extend, step
 from spiralformer.decode.runner import Runner, RunnerName, runner_for
@@ -81,16 +82,6 @@ def choose(logits: Tensor, seen: Sequence[int], sampling: Sampling, rng: torch.G
     return int(torch.multinomial(probabilities(logits.cpu(), sampling), 1, generator=rng))
 
 
-@dataclass
-class Row:
-    """One sequence under way."""
-
-    prompt: list[int]
-    rng: torch.Generator
-    new: list[int]
-    stopped: str = ""  # why it ended: "stop", "length" or "" while it goes on
-
-
 @torch.no_grad()
 def stream(
     model: SpiralFormer,
@@ -108,37 +99,36 @@ def stream(
     `max_new_tokens`, or when the model's longest sequence is full; ended rows cost nothing more.
     `runner` is what runs the stacks (see `runner_for`).
     """
-    rows = check_prompts(model, prompts, max_new_tokens, sampling)
-    device = model.embedding.weight.device
-    longest = max(len(row.prompt) for row in rows)
-    room = min(longest + max_new_tokens, model.config.max_length)
-    runner = runner_for(model, runner, rows=len(rows), tokens=max_new_tokens, capacity=room)
-    capacity = max(min(longest + max_new_tokens, 2 * longest + 256), runner.capacity)
-    state = DecodeState.empty(model, len(rows), capacity)
-    lengths = [len(row.prompt) for row in rows]
-    ids = torch.zeros((len(rows), longest), dtype=torch.long, device=device)
-    for b, row in enumerate(rows):
-        ids[b, : lengths[b]] = torch.tensor(row.prompt, device=device)
+    check_prompts(model, prompts, max_new_tokens)
+    device, most = model.embedding.weight.device, model.config.max_length
+    texts = [list(prompt) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    rngs = [torch.Generator().manual_seed(sampling.seed + b) for b in range(len(prompts))]
+    longest = max(lengths)
+    room = min(longest + max_new_tokens, most)
+    runner = runner_for(model, runner, rows=len(prompts), tokens=max_new_tokens, capacity=room)
+    capacity = max(min(room, 2 * longest + 256), runner.capacity)
+    state = DecodeState.empty(model, len(prompts), capacity)
+    ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
     hidden = extend(model, state, ids, lengths, last=True)[:, 0]  # B D
-    live = list(range(len(rows)))  # state row k holds rows[live[k]]
+    live = list(range(len(prompts)))  # state row k holds texts[live[k]]
     while True:
         logits = runner.head(model, hidden)  # B V
+        going = []
         for k, b in enumerate(live):
-            row = rows[b]
-            token = choose(logits[k], row.prompt + row.new, sampling, row.rng)
-            row.new.append(token)
-            if token in stop_ids or (stop is not None and stop(row.new)):
-                row.stopped = "stop"
-            elif len(row.new) >= max_new_tokens or state.lengths[k] >= model.config.max_length:
-                row.stopped = "length"
+            token = choose(logits[k], texts[b], sampling, rngs[b])
+            texts[b].append(token)
+            new = texts[b][lengths[b] :]
+            full = len(new) >= max_new_tokens or state.lengths[k] >= most
+            if not (full or token in stop_ids or (stop is not None and stop(new))):
+                going.append(k)
             yield b, token
-        going = [k for k, b in enumerate(live) if not rows[b].stopped]
         if not going:
             return
         if len(going) < len(live):
             state.reorder(going)
             live = [live[k] for k in going]
-        newest = torch.tensor([rows[b].new[-1] for b in live], device=device)
+        newest = torch.tensor([texts[b][-1] for b in live], device=device)
         hidden = step(model, state, newest, runner)
 
 
@@ -153,17 +143,13 @@ def generate(
 
 
 def check_prompts(
-    model: SpiralFormer,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-) -> list[Row]:
+    model: SpiralFormer, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> None:
     config = model.config
     if not prompts:
         raise RequestError("no prompt was given")
     if max_new_tokens < 1:
         raise RequestError(f"max_new_tokens {max_new_tokens} must be at least 1")
-    rows = []
     for b, prompt in enumerate(prompts):
         if not prompt:
             raise RequestError(f"prompt {b} is empty; give at least one token")
@@ -178,9 +164,6 @@ def check_prompts(
                 f"prompt {b} has token {wrong}, outside 0…{config.vocab_size - 1}; "
                 "was it made with another model's tokenizer?"
             )
-        rng = torch.Generator().manual_seed(sampling.seed + b)
-        rows.append(Row(list(prompt), rng, []))
-    return rows
 
 
 class TextStream:

@@ -397,26 +397,23 @@ struct Stack : torch::CustomClassHolder {
   }
 
   // One token of each row, x (P, D): its keys and values go to place `positions` of row `rows` of
-  // the cache (N, B, H, C, K) that has this part of the rows, `sizes` in turn.
+  // the cache (2, N, B, H, C, K) that has this part of the rows, `sizes` in turn.
   at::Tensor run(
-      const at::Tensor& x, const std::vector<at::Tensor>& keys, const std::vector<at::Tensor>& values,
-      const std::vector<int64_t>& sizes, const std::vector<int64_t>& rows,
-      const std::vector<int64_t>& positions) {
+      const at::Tensor& x, const std::vector<at::Tensor>& caches, const std::vector<int64_t>& sizes,
+      const std::vector<int64_t>& rows, const std::vector<int64_t>& positions) {
     const at::Tensor from = as_rows(x);
     at::Tensor h = from.is_alias_of(x) ? from.clone() : from;  // x stays as it is
     BY_TYPE(weights.get(0).value(), [&] {
       std::vector<Place<T>> places;
       for (size_t group = 0, p = 0; group < sizes.size(); group++)
         for (int64_t i = 0; i < sizes[group]; i++, p++) {
-          const at::Tensor &k = keys[group], &v = values[group];
+          const at::Tensor& cache = caches[group];
           TORCH_CHECK(
-              k.is_contiguous() && v.is_contiguous() && rows.at(p) < k.size(1) &&
-                  positions.at(p) < k.size(3),
+              cache.is_contiguous() && rows.at(p) < cache.size(2) && positions.at(p) < cache.size(4),
               "spiralformer: entry ", positions[p], " of row ", rows[p], " is outside its cache");
-          const int64_t offset = rows[p] * k.stride(1);
+          T* keys = cache.mutable_data_ptr<T>() + rows[p] * cache.stride(2);
           places.push_back(
-              {k.mutable_data_ptr<T>() + offset, v.mutable_data_ptr<T>() + offset, positions[p],
-               k.size(3), k.stride(0)});
+              {keys, keys + cache.stride(0), positions[p], cache.size(4), cache.stride(1)});
         }
       TORCH_CHECK(int64_t(places.size()) == h.size(0), "spiralformer: rows and places differ");
       through<T>(h.mutable_data_ptr<float>(), places);

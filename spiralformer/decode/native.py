@@ -13,7 +13,6 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +38,29 @@ PATIENCE = 300.0  # seconds for a build, our own or another process's
 
 
 @functools.cache
-def command() -> list[str] | None:
-    """The compiler's call without the files, or None where there is no compiler or no source."""
+def command() -> list[str]:
+    """The compiler's call without the files."""
     from torch.utils import cpp_extension
 
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or not SOURCE.is_file():
-        return None
+    if not SOURCE.is_file():
+        raise UserError("its C++ source is not here")
+    if compiler is None:
+        raise UserError("there is no C++ compiler")
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
     flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
     flags += [
         f"-DCPU_CAPABILITY_{capability}",
         f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}",
     ]
-    flags += chain.from_iterable(("-isystem", path) for path in cpp_extension.include_paths())
-    return [compiler, *flags]
+    return [compiler, *flags, *(f"-isystem{path}" for path in cpp_extension.include_paths())]
 
 
 @functools.cache
-def library() -> Path | None:
+def library() -> Path:
     """Where the built library is, or will be: in this user's own cache, under a name that stands
     for its source, the compiler and its flags, PyTorch, and the instruction sets of this CPU."""
     call = command()
-    if call is None:
-        return None
     version = subprocess.run([call[0], "--version"], capture_output=True, text=True).stdout
     machine = platform.machine() + platform.processor()
     if os.path.exists("/proc/cpuinfo"):
@@ -76,24 +74,18 @@ def library() -> Path | None:
 
 def is_built() -> bool:
     try:
-        path = library()
+        return library().is_file()
     except UserError:
         return False
-    return path is not None and path.is_file()
 
 
 @functools.cache
 def load() -> str | None:
     """Loads the library, built first if need be. Returns why it cannot."""
     try:
-        path = library()
-        if path is None:
-            return (
-                "its C++ source is not here" if not SOURCE.is_file() else "there is no C++ compiler"
-            )
-        if not path.is_file():
-            _build(path)
-        torch.ops.load_library(path)
+        if not library().is_file():
+            _build(library())
+        torch.ops.load_library(library())
     except (UserError, OSError, subprocess.SubprocessError) as error:
         return str(error).splitlines()[0]
     return None
@@ -103,8 +95,6 @@ say_once = functools.cache(say)
 
 
 def _build(path: Path) -> None:
-    call = command()
-    assert call is not None
     lock = path.with_suffix(".lock")
     with locked(lock, "building", "wait, or choose the runner 'eager'", timeout=PATIENCE):
         if path.is_file():  # another process was first
@@ -113,14 +103,22 @@ def _build(path: Path) -> None:
         libraries = Path(torch.__file__).parent / "lib"
         with replacing(path) as part:
             built = subprocess.run(
-                [*call, str(SOURCE), "-o", str(part), f"-L{libraries}", "-ltorch_cpu", "-lc10"],
+                [
+                    *command(),
+                    str(SOURCE),
+                    "-o",
+                    str(part),
+                    f"-L{libraries}",
+                    "-ltorch_cpu",
+                    "-lc10",
+                ],
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE,
             )
             if built.returncode:
                 errors = [line for line in built.stderr.splitlines() if "error" in line]
-                raise UserError(f"{call[0]} failed: {(errors or ['no reason given'])[0]}")
+                raise UserError(f"{command()[0]} failed: {(errors or ['no reason given'])[0]}")
 
 
 # ---------------------------------------------------------------------------- the runner
@@ -169,8 +167,7 @@ class NativeRunner(Runner):
             return super().stack(stack, inputs, writes, at)
         output = self.stacks[id(stack)].run(
             inputs[0] if len(inputs) == 1 else torch.cat(list(inputs)),
-            [write.cache.keys for write in writes],
-            [write.cache.values for write in writes],
+            [write.cache for write in writes],
             sizes,
             [row for write in writes for row in write.rows or range(write.batch)],
             [position for write in writes for position in write.held],

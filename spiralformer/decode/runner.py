@@ -43,10 +43,6 @@ class Runner:
         looks at them one by one. All groups must bring the same number of entries a row. `at` is
         the last entry of each row, if no other is wanted (of one group only).
         """
-        if len(inputs) == 1:
-            only = writes[0]
-            caches = [partial(only, layer) for layer in range(len(stack.blocks))]
-            return [stack(inputs[0], only.positions, caches, at)]
         sizes = [write.batch for write in writes]
 
         def attend_in_groups(layer: int, attend: nn.Module, *qkv: Tensor) -> Tensor:
@@ -55,7 +51,7 @@ class Runner:
 
         caches = [partial(attend_in_groups, layer) for layer in range(len(stack.blocks))]
         positions = torch.cat([write.positions for write in writes])
-        return list(stack(torch.cat(list(inputs)), positions, caches).split(sizes))
+        return list(stack(torch.cat(list(inputs)), positions, caches, at).split(sizes))
 
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
         return model.head(hidden)

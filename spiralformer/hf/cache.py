@@ -44,7 +44,7 @@ class SpiralCache(Cache):
     def __deepcopy__(self, memo: dict) -> SpiralCache:
         """A prompt that was read once, to go on from several times; the model is not copied."""
         other = copy.copy(self)
-        other.state = None if self.state is None else self.state.clone()
+        other.state = None if self.state is None else self.state.fork()
         return other
 
     @property

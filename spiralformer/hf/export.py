@@ -17,7 +17,13 @@ from spiralformer import __version__
 from spiralformer.files import new_folder, read_json, write_json
 from spiralformer.hf.configuration_spiralformer import SpiralFormerConfig
 from spiralformer.hf.modeling_spiralformer import SpiralFormerForCausalLM
-from spiralformer.model_folder import WEIGHTS, copy_tokenizer, load_config, load_model, tokenizer_of
+from spiralformer.model_folder import (
+    WEIGHTS,
+    copy_tokenizer,
+    load_model,
+    tokenizer_of,
+    weight_files,
+)
 
 PACKAGE = "spiralformer"
 AUTO_CLASSES = {"AutoConfig": SpiralFormerConfig, "AutoModelForCausalLM": SpiralFormerForCausalLM}
@@ -67,21 +73,15 @@ def sources() -> dict[str, str]:
 def export(checkpoint: str | Path, folder: str | Path) -> Path:
     """Writes the exported folder of a model folder."""
     checkpoint = Path(checkpoint)
-    load_model(checkpoint)  # nothing is written of a damaged one
-    config = load_config(checkpoint)
+    config = load_model(checkpoint).config  # nothing is written of a damaged one
     fields = read_json(checkpoint / "config.json")
     fields["auto_map"] = {
         auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in AUTO_CLASSES.items()
     }
-    index = checkpoint / f"{WEIGHTS}.index.json"
-    names = {WEIGHTS}
-    if index.exists():
-        names = {index.name, *read_json(index)["weight_map"].values()}
-    if (checkpoint / "generation_config.json").exists():
-        names.add("generation_config.json")
+    others = [checkpoint / name for name in (f"{WEIGHTS}.index.json", "generation_config.json")]
     with new_folder(folder) as part:
-        for name in names:
-            shutil.copyfile(checkpoint / name, part / name)
+        for path in (*weight_files(checkpoint), *filter(Path.exists, others)):
+            shutil.copyfile(path, part / path.name)
         for name, source in sources().items():
             (part / name).write_text(source, encoding="utf-8")
         write_json(part / "config.json", fields)

@@ -165,11 +165,7 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     # ------------------------------------------------------------------ embeddings
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embedding = value
+    _input_embed_layer = "embedding"
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.head
@@ -213,7 +209,12 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
         self, *args: Any, **kwargs: Any
     ) -> tuple[GenerationConfig, dict]:
         config, model_kwargs = super()._prepare_generation_config(*args, **kwargs)
-        self._require_mode(config.get_generation_mode())
+        mode = config.get_generation_mode()
+        if mode not in MODES:
+            raise ValueError(
+                f"generation mode {mode.value!r} is not supported; SpiralFormer has "
+                f"{', '.join(m.value for m in MODES)}"
+            )
         if config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation {config.cache_implementation!r} is not supported; leave it "
@@ -225,17 +226,6 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         super()._validate_model_kwargs({k: v for k, v in model_kwargs.items() if k != "runner"})
-
-    def _validate_generation_mode(self, generation_mode, *args: Any, **kwargs: Any) -> None:
-        self._require_mode(generation_mode)
-        super()._validate_generation_mode(generation_mode, *args, **kwargs)
-
-    def _require_mode(self, mode: GenerationMode) -> None:
-        if mode not in MODES:
-            raise ValueError(
-                f"generation mode {mode.value!r} is not supported; SpiralFormer has "
-                f"{', '.join(m.value for m in MODES)}"
-            )
 
     def _prepare_generated_length(
         self, *args: Any, input_ids_length: int, **kwargs: Any

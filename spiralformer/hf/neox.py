@@ -23,8 +23,10 @@ from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import (
     WEIGHTS,
     CheckpointError,
+    assemble,
     copy_tokenizer,
     load_weights,
+    weight_files,
     write_weights,
 )
 
@@ -147,21 +149,11 @@ def repack(packed: Tensor, heads: int, *, ours: bool) -> Tensor:
 
 
 def load_any_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder in safetensors or in PyTorch's own format, in one file or several."""
+    """The tensors of a folder in safetensors or in PyTorch's own format."""
     if (folder / WEIGHTS).exists() or (folder / f"{WEIGHTS}.index.json").exists():
         return load_weights(folder)
-    index = folder / f"{TORCH_WEIGHTS}.index.json"
-    names = [TORCH_WEIGHTS]
-    if index.exists():
-        try:
-            names = sorted(set(read_json(index)["weight_map"].values()))
-        except (KeyError, AttributeError):
-            raise CheckpointError(f"{index}: has no weight_map") from None
     weights: dict[str, Tensor] = {}
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file; the folder has no weights")
+    for path in weight_files(folder, TORCH_WEIGHTS):
         try:
             weights |= torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
@@ -182,30 +174,11 @@ def from_gpt_neox(folder: str | Path) -> SpiralFormer:
     theirs = {k: v for k, v in load_any_weights(folder).items() if not BUFFERS.search(k)}
     if "lm_head.weight" in theirs:
         theirs["embed_out.weight"] = theirs.pop("lm_head.weight")
-    if config.tie_embeddings and "gpt_neox.embed_in.weight" in theirs:
-        theirs["embed_out.weight"] = theirs["gpt_neox.embed_in.weight"]
-
-    with torch.device("meta"):
-        model = SpiralFormer(config)
-    weights = {}
-    for name, wanted in model.state_dict().items():
-        original = their_name(name)
-        if original not in theirs:
-            raise CheckpointError(f"{folder}: the weights lack {original!r}")
-        tensor = theirs.pop(original)
-        if tensor.shape != wanted.shape:
-            raise CheckpointError(
-                f"{folder}: {original!r} has the shape {tuple(tensor.shape)}; config.json asks for "
-                f"{tuple(wanted.shape)}"
-            )
-        packed = ".attention.qkv." in name
-        weights[name] = repack(tensor, config.num_heads, ours=True) if packed else tensor
-    if theirs:
-        raise CheckpointError(f"{folder}: the weights have an unknown {min(theirs)!r}")
-    model.load_state_dict(weights, assign=True)
-    if config.tie_embeddings:
-        model.head.weight = model.embedding.weight
-    return model.requires_grad_(True).eval()
+    model = assemble(config, theirs, folder, their_name)
+    for name, parameter in model.named_parameters():
+        if ".attention.qkv." in name:
+            parameter.data = repack(parameter.data, config.num_heads, ours=True)
+    return model
 
 
 def to_gpt_neox(
