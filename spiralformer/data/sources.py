@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line
 
 KINDS = {
     **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
@@ -297,9 +297,8 @@ def _parquet_documents(source: Source, options: ReadOptions) -> Iterator[Documen
                     yield _record(record, f"{source.name}, row {row}", consumed, options)
                     row += 1
     except (arrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"{source.name}: not a complete Parquet file ({reason}); fetch it anew"
+            f"{source.name}: not a complete Parquet file ({first_line(error)}); fetch it anew"
         ) from None
 
 
@@ -311,9 +310,8 @@ def _hugging_face_documents(source: Source, options: ReadOptions) -> Iterator[Do
         for number, row in enumerate(rows):
             yield _record(row, f"{source.name}, row {number}", 0, options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{source.name}: cannot be read; check the name and the network: {reason}"
+            f"{source.name}: cannot be read; check the name and the network: {first_line(error)}"
         ) from None
 
 

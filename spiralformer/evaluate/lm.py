@@ -20,9 +20,9 @@ from spiralformer.console import Progress
 from spiralformer.data.tokenizer import EOT, TextTokenizer, load_tokenizer
 from spiralformer.decode import Sampling, extend, generate, prefill
 from spiralformer.decode.generate import TextStream
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line
 from spiralformer.evaluate.perplexity import windows
-from spiralformer.evaluate.tasks import first_line, quiet
+from spiralformer.evaluate.tasks import quiet
 from spiralformer.files import read_json
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
@@ -149,11 +149,10 @@ class FolderLM(TemplateLM):
 
     def _windows(self, text: str) -> Iterator[Request]:
         """Each window of a text as a context and what is scored after it."""
-        context = min(self.context or self.max_length, self.max_length)
+        context = self.context or self.max_length
         tokens = [self.prefix_token_id, *self.tok_encode(text)]
-        for start, scored_from, end in windows(
-            len(tokens) - 1, context, min(self.stride or context, context)
-        ):
+        cuts = windows(len(tokens) - 1, context, self.stride or context)
+        for start, scored_from, end in cuts:
             yield None, tokens[start : scored_from + 1], tokens[scored_from + 1 : end + 1]
 
     def _groups(self, items: Any) -> Iterator[Any]:

@@ -34,22 +34,15 @@ class Document(NamedTuple):
         return len((self.original or self.text).encode())
 
 
-class Window(NamedTuple):
-    """Inputs are tokens start … end-1 of the prefixed document; targets follow them by one."""
-
-    start: int
-    scored_from: int
-    end: int
-
-
-def windows(targets: int, context: int, stride: int) -> Iterator[Window]:
-    """The windows of a document with this many targets."""
+def windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, scored_from, end) of the windows of a document with this many targets. Inputs are
+    tokens start … end-1 of the prefixed document; targets follow them by one."""
     end = min(context, targets)
     if end:
-        yield Window(0, 0, end)
+        yield 0, 0, end
     while end < targets:
         scored_from, end = end, min(end + stride, targets)
-        yield Window(max(0, end - context), scored_from, end)
+        yield max(0, end - context), scored_from, end
 
 
 def perplexity(lm: Any, documents: Sequence[Document]) -> dict[str, Any]:

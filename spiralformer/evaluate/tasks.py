@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spiralformer.data.sources import ReadOptions, find_sources, read_documents
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line
 from spiralformer.evaluate.perplexity import Document
 
 Rows = dict[int, dict[str, Any]]  # of a jsonl file, by the numbers of their lines
@@ -95,10 +95,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # ---------------------------------------------------------------------------- tasks
