@@ -192,12 +192,13 @@ def _recorded(
     evaluation: Evaluation, kind: str, lm: Any, options: Options
 ) -> Iterator[dict[str, Any]]:
     """Results to fill; they are then kept and written."""
-    lm.label, lm.truncated, started = f"{evaluation.name}  {kind}", 0, time.monotonic()
+    label = lm.label = f"{evaluation.name}  {kind}"
+    lm.truncated, started = 0, time.monotonic()
     results: dict[str, Any] = {}
     with files.writing(options.out):
         yield results
     cut = f", {count(lm.truncated, 'prompt')} cut to fit" if lm.truncated else ""
-    say(f"{lm.label}  done{cut}  ({duration(time.monotonic() - started)})")
+    say(f"{label}  done{cut}  ({duration(time.monotonic() - started)})")
     results["config"] = results.get("config", {}) | {
         "model": str(evaluation.folder.resolve()),
         "model_dtype": options.dtype,
@@ -222,9 +223,12 @@ def score_texts(
     """Perplexities, in the form of the harness's results."""
     from lm_eval.api.model import CachingLM
 
+    label, scores = lm.label, {}
     with tasks.quiet():
         cached = CachingLM(lm, f"{cache}_rank0.db")  # as `simple_evaluate` names it
-        scores = {name: perplexity(cached, some[:limit]) for name, some in texts.items()}
+        for name, documents in texts.items():
+            lm.label = f"{label}  {name}"
+            scores[name] = perplexity(cached, documents[:limit])
     cached.dbdict.close()
     return {"results": scores}
 
