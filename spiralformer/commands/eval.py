@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=int,
         metavar="N",
-        help="only the first N examples of a task (of a group, spread over its tasks) or documents",
+        help="only the first N examples of a task (of a group: about N in all, some of each of "
+        "its tasks) or documents",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/eval"), metavar="DIR", help="results (%(default)s)"

@@ -77,9 +77,7 @@ def _folder_sources(folder: Path, notice: Callable[[str], None]) -> list[Source]
             sources.append(source)
         else:
             left_out[path.suffix.lower() or "without extension"] += 1
-    most = left_out.most_common(6)
-    most.append(("others", left_out.total() - sum(number for _, number in most)))
-    described = ", ".join(f"{number:,} {what}" for what, number in most if number)
+    described = ", ".join(f"{number} {what}" for what, number in left_out.most_common())
     if not sources:
         raise UserError(f"{folder}: no text in this folder ({described or 'it is empty'})")
     if described:

@@ -107,7 +107,8 @@ class Evaluation:
 
 def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Evaluation]:
     """Everything asked for, for each model folder. Progress goes to standard error."""
-    if missing := [name for name in ("lm_eval", "datasets") if find_spec(name) is None]:
+    needed = ("lm_eval", "accelerate", "datasets")
+    if missing := [name for name in needed if find_spec(name) is None]:
         raise UserError(f"{', '.join(missing)} is not installed: pip install 'spiralformer[eval]'")
     paths = [Path(folder) for folder in folders]
     names = _short_names(paths)
