@@ -49,10 +49,6 @@ def load_lm(
     """The model of a folder with its tokenizer; dtype `auto` is the one it was saved in. On the
     device `meta` everything is checked and no weights stay in memory."""
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent for path in folder.glob("*/config.json"))
-        hint = f"; did you mean {inside[-1]}?" if inside else ""
-        raise UserError(f"{folder}: no model folder: it has no config.json{hint}")
     if read_json(folder / "config.json").get("model_type") != MODEL_TYPE:
         return _load_foreign(folder, device, dtype, batch_size, trust_remote_code)
     if tokenizer_of(folder) is None:

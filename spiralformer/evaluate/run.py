@@ -112,6 +112,8 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
         raise UserError(f"{', '.join(missing)} is not installed: pip install 'spiralformer[eval]'")
     paths = [Path(folder) for folder in folders]
     names = _short_names(paths)
+    for path in paths:
+        _require_config(path)
     most = max(options.shots, default=0)
     if options.data_dir is not None:
         tasks.require_files(options.names, options.data_dir, most)
@@ -157,6 +159,13 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
                 )
         del lm
     return evaluations
+
+
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.parent for path in folder.glob("*/config.json"))
+        hint = f"; did you mean {inside[-1]}?" if inside else ""
+        raise UserError(f"{folder}: no model folder: it has no config.json{hint}")
 
 
 def _short_names(folders: list[Path]) -> list[str]:
