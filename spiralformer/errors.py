@@ -7,3 +7,8 @@ class UserError(Exception):
     The message is one or two lines that name the field or file, the value and the remedy. The
     command line prints it and exits with status 2; a traceback is for bugs.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for a message of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -33,12 +33,12 @@ from spiralformer.config import SpiralConfig
 from spiralformer.data.tokenizer import train_bpe
 from spiralformer.evaluate import lm as lms
 from spiralformer.evaluate import run, tables, tasks
-from spiralformer.evaluate.lm import HuggingFaceLM, SpiralLM, inspect, load_lm
-from spiralformer.evaluate.perplexity import Perplexity, Score, perplexity, windows
-from spiralformer.evaluate.tasks import LAMBADA, MMLU, PAPER, Document, quiet
+from spiralformer.evaluate.lm import HuggingFaceLM, SpiralLM, load_lm
+from spiralformer.evaluate.perplexity import Document, perplexity, windows
+from spiralformer.evaluate.tasks import LAMBADA, MMLU, PAPER, quiet
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
-from spiralformer.model_folder import save_model
+from spiralformer.model_folder import load_config, save_model
 
 VOCAB = 320
 MAX_LENGTH = 256
@@ -62,60 +62,32 @@ def sentence(seed: int, length: int = 6) -> str:
 
 def rows_of(task: str, count: int, first: int = 0) -> list[dict]:
     """Rows in which the right answer is known from the text: it ends in `right`."""
-    rows: list[dict] = []
-    for n in range(first, first + count):
-        good, bad = [f"{sentence(n, 2)} right"], [f"{sentence(n + 7 * k, 3)}" for k in (1, 2, 3)]
-        place = n % 4
-        choices = bad[:place] + good + bad[place:]
-        if task.startswith("lambada"):
-            rows.append({"text": f"{sentence(n, 8)} word{n}"})
-        elif task == "hellaswag":
-            rows.append(
-                {
-                    "activity_label": "Walking",
-                    "ctx_a": sentence(n),
-                    "ctx_b": "the man",
-                    "ctx": "unused",
-                    "endings": choices,
-                    "label": str(place),
-                }
-            )
-        elif task == "piqa":
-            pair = [bad[0], good[0]] if n % 2 else [good[0], bad[0]]
-            rows.append({"goal": sentence(n), "sol1": pair[0], "sol2": pair[1], "label": n % 2})
-        elif task == "winogrande":
-            rows.append(
-                {
-                    "sentence": f"{sentence(n)} _ ran {sentence(n + 1, 2)}.",
-                    "option1": "wrong" if n % 2 else "right",
-                    "option2": "right" if n % 2 else "wrong",
-                    "answer": "2" if n % 2 else "1",
-                }
-            )
-        elif task.startswith("arc"):
-            labels = list("ABCD")
-            rows.append(
-                {
-                    "question": f"{sentence(n)}?",
-                    "choices": {"text": choices, "label": labels},
-                    "answerKey": labels[place],
-                }
-            )
-        elif task == "sciq":
-            rows.append(
-                {
-                    "question": f"{sentence(n)}?",
-                    "correct_answer": good[0],
-                    **{f"distractor{k + 1}": bad[k] for k in range(3)},
-                    "support": sentence(n, 9) if n % 2 else "",
-                }
-            )
-        else:
-            subject = "anatomy" if n % 4 == 0 else "astronomy"
-            rows.append(
-                {"question": sentence(n), "subject": subject, "choices": choices, "answer": place}
-            )
-    return rows
+    return [row_of(task.partition("_")[0], n) for n in range(first, first + count)]
+
+
+def row_of(task: str, n: int) -> dict:
+    text, good = sentence(n), f"{sentence(n, 2)} right"
+    bad = [sentence(n + 7 * k, 3) for k in (1, 2, 3)]
+    place, second = n % 4, n % 2
+    choices = [*bad[:place], good, *bad[place:]]
+    pair = [bad[0], good] if second else [good, bad[0]]
+    names = ["wrong", "right"] if second else ["right", "wrong"]
+    labels = list("ABCD")
+    return {
+        "lambada": {"text": f"{sentence(n, 8)} word{n}"},
+        "hellaswag": {"activity_label": "Walking", "ctx_a": text, "ctx_b": "the man", "ctx": "-",
+                      "endings": choices, "label": str(place)},
+        "piqa": {"goal": text, "sol1": pair[0], "sol2": pair[1], "label": second},
+        "winogrande": {"sentence": f"{text} _ ran {sentence(n + 1, 2)}.", "option1": names[0],
+                       "option2": names[1], "answer": str(second + 1)},
+        "arc": {"question": f"{text}?", "choices": {"text": choices, "label": labels},
+                "answerKey": labels[place]},
+        "sciq": {"question": f"{text}?", "correct_answer": good, "distractor1": bad[0],
+                 "distractor2": bad[1], "distractor3": bad[2],
+                 "support": sentence(n, 9) if second else ""},
+        "mmlu": {"question": text, "subject": "anatomy" if place == 0 else "astronomy",
+                 "choices": choices, "answer": place},
+    }[task]  # fmt: skip
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:
@@ -197,14 +169,14 @@ def neox(tmp_path_factory, tokenizer_folder) -> Path:
 
 @pytest.fixture(scope="module")
 def our_lm(ours) -> SpiralLM:
-    lm = load_lm(inspect(ours), device="cpu", batch_size=4)
+    lm = load_lm(ours, batch_size=4)
     assert isinstance(lm, SpiralLM)
     return lm
 
 
 @pytest.fixture(scope="module")
 def neox_lm(neox) -> HuggingFaceLM:
-    lm = load_lm(inspect(neox), device="cpu", batch_size=4)
+    lm = load_lm(neox, batch_size=4)
     assert isinstance(lm, HuggingFaceLM)
     return lm
 
@@ -212,7 +184,7 @@ def neox_lm(neox) -> HuggingFaceLM:
 @pytest.fixture
 def exact_lm(request, ours, neox) -> SpiralLM | HuggingFaceLM:
     """In float64, for each of both kinds."""
-    lm = load_lm(inspect(ours if request.param == "ours" else neox), device="cpu")
+    lm = load_lm(ours if request.param == "ours" else neox)
     lm.model.double()
     if isinstance(lm, HuggingFaceLM):
         lm.softmax_dtype = torch.float64
@@ -224,7 +196,7 @@ def loaded(data_dir) -> dict[str, tasks.LoadedTask]:
     return tasks.load_tasks(list(PAPER), data_dir, 5)
 
 
-DOCUMENTS = [Document.of(sentence(n, length)) for n, length in enumerate((1, 16, 4, 40, 9))]
+DOCUMENTS = [Document(sentence(n, length)) for n, length in enumerate((1, 16, 4, 40, 9))]
 
 
 # ---------------------------------------------------------------------------- perplexity
@@ -261,16 +233,17 @@ def test_perplexity_equals_the_naive_loop(exact_lm):
         result = perplexity(exact_lm, DOCUMENTS)
         context = context or MAX_LENGTH
         loss = sum(naive_loss(exact_lm, d.text, context, stride or context) for d in DOCUMENTS)
-        assert result.tokens == counts
-        assert result.loss == pytest.approx(loss, rel=1e-9)
-        assert result.per("token").value == pytest.approx(math.exp(loss / counts), rel=1e-6)
+        assert result["tokens"] == counts
+        assert result["loss"] == pytest.approx(loss, rel=1e-9)
+        expected = math.exp(loss / counts)
+        assert result["token_perplexity,none"] == pytest.approx(expected, rel=1e-6)
 
 
 @given(st.integers(0, 200), st.integers(1, 50), st.integers(1, 50))
 def test_every_token_is_scored_exactly_once(targets, context, stride):
     stride = min(stride, context)
     made = list(windows(targets, context, stride))
-    scored = [i for window in made for i in range(window.scored_from, window.end)]
+    scored = [i for _, scored_from, end in made for i in range(scored_from, end)]
     assert scored == list(range(targets))
     for k, (start, scored_from, end) in enumerate(made):
         assert start <= scored_from < end <= start + context
@@ -294,32 +267,32 @@ class KnownLM:
 
 def test_tokens_weigh_the_same_and_words_and_bytes_normalise():
     texts = ["aaa bb", "zzzz é zzzzzzzzzzzzzzzzzzzz"]
-    result = perplexity(KnownLM(), [Document.of(text) for text in texts])
+    result = perplexity(KnownLM(), [Document(text) for text in texts])
     loss = sum(map(ord, "".join(texts))) / 100
-    assert result.tokens == sum(map(len, texts))
-    assert result.words == 5
-    assert result.bytes == result.tokens + 1  # é has two
-    assert result.per("token").value == pytest.approx(math.exp(loss / result.tokens))
-    assert result.per("word").value == pytest.approx(math.exp(loss / 5))
-    assert result.per("byte").value == pytest.approx(math.exp(loss / result.bytes))
-    assert result.bits_per_byte == pytest.approx(math.log2(result.per("byte").value))
+    tokens = sum(map(len, texts))
+    for unit, count in (("token", tokens), ("word", 5), ("byte", tokens + 1)):  # é has two
+        assert result[f"{unit}_perplexity,none"] == pytest.approx(math.exp(loss / count))
+    assert result["bits_per_byte,none"] == pytest.approx(loss / (tokens + 1) / math.log(2))
 
 
 def test_standard_error_is_that_of_drawing_documents():
     rng = np.random.default_rng(0)
     texts = ["".join(chr(c) for c in rng.integers(1, 300, rng.integers(5, 60))) for _ in range(60)]
-    documents = [Document.of(text) for text in texts]
+    documents = [Document(text) for text in texts]
     result = perplexity(KnownLM(), documents)
     again = [
-        perplexity(KnownLM(), [documents[k] for k in rng.integers(0, 60, 60)]).per("token").value
+        perplexity(KnownLM(), [documents[k] for k in rng.integers(0, 60, 60)])[
+            "token_perplexity,none"
+        ]
         for _ in range(100)
     ]
-    assert result.per("token").stderr == pytest.approx(np.std(again), rel=0.25)
-    assert perplexity(KnownLM(), documents[:1]).per("token").stderr is None
+    stderr = "token_perplexity_stderr,none"
+    assert result[stderr] == pytest.approx(np.std(again), rel=0.25)
+    assert perplexity(KnownLM(), documents[:1])[stderr] is None
 
 
 def test_only_a_few_rows_of_logits_exist_at_once(our_lm, neox_lm, monkeypatch):
-    documents = [Document.of(sentence(n, 400)) for n in range(8)]
+    documents = [Document(sentence(n, 400)) for n in range(8)]
     rows: list[int] = []
     count = lambda module, inputs, out: rows.append(out.shape[0])
     hook = our_lm.model.head.register_forward_hook(count)
@@ -337,7 +310,7 @@ def test_only_a_few_rows_of_logits_exist_at_once(our_lm, neox_lm, monkeypatch):
 
 
 def test_wikitext_is_what_the_harness_makes_of_it(our_lm):
-    documents = tasks.wikitext_documents(WIKITEXT)
+    documents = [tasks.wikitext_document(page) for page in tasks.wikitext_pages(WIKITEXT)]
     assert [document.text.strip().split("\n")[0] for document in documents] == [
         "= First Article =",
         "= Second Article =",
@@ -358,10 +331,9 @@ def test_wikitext_is_what_the_harness_makes_of_it(our_lm):
     with quiet():
         folder = Path(lm_eval.tasks.__file__).parent / "wikitext"
         manager = TaskManager(include_path=folder, include_defaults=False)
-        built = manager.load({"group": "g", "task": [source]})["tasks"]
-    task = tasks.LoadedTask(list(built.values()), built)
+        task = tasks.LoadedTask("wikitext", manager.load({"group": "g", "task": [source]}))
     expected = run.score_tasks(our_lm, {"wikitext": task}, 0)["results"]["wikitext"]
-    result = perplexity(our_lm, documents).metrics()
+    result = perplexity(our_lm, documents)
     for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert result[f"{metric},none"] == pytest.approx(expected[f"{metric},none"], rel=1e-6)
 
@@ -493,18 +465,15 @@ class StubLM(LM):
 
 def score(lm, loaded, shots: int, limit: int | None = None) -> run.Evaluation:
     """An evaluation by any model of the harness."""
-    return evaluation({shots: run.score_tasks(lm, loaded, shots, limit)})
+    return evaluation({f"{shots}-shot": run.score_tasks(lm, loaded, shots, limit)})
 
 
-def evaluation(results: dict, name: str = "m", config: SpiralConfig | None = None, **texts):
-    model = lms.InspectedFolder(Path(name), config, None, MAX_LENGTH, "", "")
-    for some in results.values():
-        some.setdefault("config", {"truncated_prompts": 0})
-    return run.Evaluation(name, model, results, texts)
+def evaluation(results: dict, name: str = "m", config: SpiralConfig | None = None):
+    return run.Evaluation(name, Path(name), MAX_LENGTH, config, results)
 
 
-def counts(evaluation: run.Evaluation, task: str, shots: int = 0) -> int:
-    return evaluation.results[shots]["results"][task]["sample_len"]
+def counts(evaluation: run.Evaluation, task: str, kind: str = "0-shot") -> int:
+    return evaluation.results[kind]["results"][task]["sample_len"]
 
 
 def likes_right(context: str, continuation: str) -> tuple[float, bool]:
@@ -530,9 +499,9 @@ def test_our_class_equals_the_harnesss_own_in_every_task(
     ours = score(our_lm, loaded, shots, limit=6)
     theirs = score(ours_by_the_harness, loaded, shots, limit=6)
     for name in PAPER:
-        expected = theirs.metrics(name, shots)
+        expected = theirs.metrics(name, f"{shots}-shot")
         assert expected
-        for metric, (value, stderr) in ours.metrics(name, shots).items():
+        for metric, (value, stderr) in ours.metrics(name, f"{shots}-shot").items():
             assert value == pytest.approx(expected[metric].value, rel=1e-4), (name, metric)
             assert stderr == pytest.approx(expected[metric].stderr, rel=1e-3), (name, metric)
 
@@ -544,49 +513,25 @@ def test_knowing_every_answer_is_100_percent_and_the_opposite_0(loaded, shots, b
     chosen = {name: task for name, task in loaded.items() if name not in LAMBADA}
     scored = score(StubLM(belief), chosen, shots)
     for name in chosen:
-        assert {value for value, _ in scored.metrics(name, shots).values()} == {share}, name
-        assert scored.score(name, shots).value == share
-        assert counts(scored, name, shots) == 12
+        metrics = scored.metrics(name, f"{shots}-shot")
+        assert PAPER[name].metric in metrics
+        assert {value for value, _ in metrics.values()} == {share}, name
+        assert counts(scored, name, f"{shots}-shot") == 12
 
 
-def test_accuracy_is_the_share_that_is_right_with_its_standard_error(loaded):
-    known = {f" word{n}" for n in range(3)}
-    stub = StubLM(lambda context, word: (-2.0, word in known))
-    scored = score(stub, {"lambada_openai": loaded["lambada_openai"]}, 0)
-    value, stderr = scored.score("lambada_openai", 0)
-    assert value == 3 / 12
-    assert stderr == pytest.approx(np.std([1] * 3 + [0] * 9, ddof=1) / math.sqrt(12))
-
-
-def test_lambada_perplexity_is_that_of_the_last_word(loaded):
-    beliefs = {f" word{n}": -1.0 - n for n in range(12)}
+def test_lambada_is_about_the_last_word(loaded):
+    """Its perplexity, and the share of words that are the likeliest."""
+    beliefs = {f" word{n}": (-1.0 - n, n < 3) for n in range(12)}
     stub = StubLM(lambda context, word: beliefs[word])
     scored = score(stub, {name: loaded[name] for name in LAMBADA}, 0)
     for name in LAMBADA:
-        value, stderr = scored.score(name, 0, "perplexity")
-        assert value == pytest.approx(math.exp(-np.mean(list(beliefs.values()))))
-        assert stderr > 0
+        metrics = scored.metrics(name, "0-shot")
+        expected = math.exp(-np.mean([ll for ll, _ in beliefs.values()]))
+        assert metrics["perplexity"].value == pytest.approx(expected)
+        assert metrics["perplexity"].stderr > 0
+        stderr = np.std([1] * 3 + [0] * 9, ddof=1) / math.sqrt(12)
+        assert metrics["acc"] == pytest.approx((3 / 12, stderr))
     assert all("word" not in context for context, _ in stub.seen)
-
-
-def test_acc_norm_is_by_length_and_acc_is_not(loaded):
-    """A belief that costs per character: the right answer is cheaper per character, but longer."""
-    normalised = [name for name, task in PAPER.items() if task.metric == "acc_norm"]
-    assert [PAPER[name].column for name in normalised] == ["HS", "PQ", "ARC-E", "ARC-C", "SciQ"]
-
-    def belief(context: str, continuation: str) -> float:
-        text = continuation[1:]
-        return -0.9 * len(text) if text.endswith("right") else -1.0 * len(text)
-
-    scored = score(StubLM(belief), {name: loaded[name] for name in normalised}, 0)
-    for name in normalised:
-        (part,) = loaded[name].parts.values()
-        choices = [part.doc_to_choice(doc) for doc in part.task_docs]
-        cheapest = [max(some, key=lambda c: belief("", " " + c)) for some in choices]
-        share = np.mean([choice.endswith("right") for choice in cheapest])
-        assert scored.score(name, 0, "acc_norm").value == 1.0
-        assert scored.score(name, 0, "acc").value == pytest.approx(share)
-        assert share < 1.0
 
 
 def test_mmlu_weighs_subjects_by_their_size(loaded):
@@ -594,7 +539,7 @@ def test_mmlu_weighs_subjects_by_their_size(loaded):
     mmlu = {MMLU: loaded[MMLU]}
     assert sorted(len(part.task_docs) for part in mmlu[MMLU].parts.values()) == [3, 9]
     scored = score(StubLM(knows_anatomy), mmlu, 0)
-    assert scored.score(MMLU, 0).value == 0.25
+    assert scored.metrics(MMLU, "0-shot")["acc"].value == 0.25
 
 
 def test_prompts_are_the_harnesss_with_so_many_examples(loaded, data_dir):
@@ -627,16 +572,13 @@ def test_limit_takes_the_first_examples_and_spreads_over_subjects(loaded, data_d
     assert some.seen[:8] == everything.seen[:8]  # two answers to each
     assert sum("about anatomy" in context for context, _ in some.seen) == 4 * 2
     half = score(StubLM(knows_anatomy), chosen, 0, limit=2)
-    assert half.score(MMLU, 0).value == 0.5  # one example of each
-    first = tasks.load_tasks([MMLU], data_dir, 0, limit=1)
-    assert counts(score(StubLM(likes_right), first, 0, limit=1), MMLU) == 1
-    assert tasks.spread(7, {"a": 1, "b": 9, "c": 3}) == {"a": 1, "b": 3, "c": 3}
+    assert half.metrics(MMLU, "0-shot")["acc"].value == 0.5  # one example of each
 
 
 # ---------------------------------------------------------------------------- tables
 
 
-def made_up(values: dict[str, float], shots: int = 0, name: str = "m", config=None):
+def made_up(values: dict[str, float], kind: str = "0-shot", config=None, **texts):
     """An evaluation with these percentages, and a perplexity of 9."""
     rows = {
         task: {f"{PAPER[task].metric},none": value / 100,
@@ -644,7 +586,7 @@ def made_up(values: dict[str, float], shots: int = 0, name: str = "m", config=No
                "perplexity,none": 9.0, "perplexity_stderr,none": 1.0}
         for task, value in values.items()
     }  # fmt: skip
-    return evaluation({shots: {"results": rows}}, name, config)
+    return evaluation({"texts": {"results": texts}, kind: {"results": rows}}, config=config)
 
 
 def test_average_is_the_papers():
@@ -653,33 +595,32 @@ def test_average_is_the_papers():
         if (name, shots) == ("looped-410m-mesh", 5):
             continue  # its printed average is not that of its row, 45.60
         values = dict(zip(PAPER, printed.tasks, strict=True))
-        mean = tables.average(made_up(values, shots), shots)
+        mean = tables.accuracies(made_up(values), "0-shot")["Avg"]
         assert mean.value == pytest.approx(printed.average, abs=0.011), name
         assert mean.stderr == pytest.approx(100 * 0.01 / 3)
         checked += 1
     assert checked == len(paper.TABLE_3) - 1
     del values["sciq"]
-    assert tables.average(made_up(values, shots), shots) is None
+    assert "Avg" not in tables.accuracies(made_up(values), "0-shot")
 
 
 def cells(row: tables.Row) -> dict[str, float]:
-    return {column: round(score.value, 2) for column, score in row.cells.items()}
+    return {column: round(score.value, 2) for column, score in row.cells.items() if score}
 
 
 def test_columns_are_the_papers_and_its_row_stands_beside_ours():
     assert tuple(task.column for task in PAPER.values()) == paper.TASKS
+    normalised = [task.column for task in PAPER.values() if task.metric == "acc_norm"]
+    assert normalised == ["HS", "PQ", "ARC-E", "ARC-C", "SciQ"]
     name = "spiral-b-160m-mesh"
     config = presets.preset(name).replace(max_length=1024)
-    mine = made_up(dict.fromkeys(PAPER, 40.0), config=config)
-    mine.texts["pile"] = Perplexity(20.0, 1.0, tokens=10, words=5, bytes=40, documents=2)
-    mine.texts["wikitext"] = mine.texts["pile"]
-    options = run.Options(shots=[0])
-    first, third = tables.table_1([mine], options), tables.table_3([mine], options)
+    text = {"token_perplexity,none": 7.389, "word_perplexity,none": 54.598}
+    mine = made_up(dict.fromkeys(PAPER, 40.0), config=config, pile=text, wikitext=text)
+    first, third = tables.table_1([mine]), tables.table_3([mine])
     assert first.columns == ["Pile", "Wiki", "LD-O", "LD-S", "0-shot"]
     assert cells(first.rows[0]) == {
         "Pile": 7.39, "Wiki": 54.6, "LD-O": 9.0, "LD-S": 9.0, "0-shot": 40.0
     }  # fmt: skip
-    assert first.rows[1].printed
     assert list(cells(first.rows[1]).values()) == [11.29, 30.27, 43.27, 155.78, 39.73, 41.02]
     assert third.columns == [*paper.TASKS, "Avg"]
     assert set(cells(third.rows[0]).values()) == {40.0}
@@ -687,44 +628,6 @@ def test_columns_are_the_papers_and_its_row_stands_beside_ours():
     assert tables.paper_name(presets.preset(name).replace(hidden_size=1536)) is None
     assert tables.paper_name(presets.preset("spiral-b-410m-mesh-mean")) == "spiral-b-410m-mesh-mean"
     assert tables.paper_name(presets.preset("spiral-b-nano-mesh")) is None
-
-
-def test_the_best_is_better_by_more_than_the_errors_and_the_papers_row_is_no_rival():
-    rows = [
-        tables.Row(("x", "0"), {"a": Score(3.0, 1.0), "b": Score(5.0)}),
-        tables.Row(("y", "0"), {"a": Score(1.0, 1.0), "b": Score(4.0)}),
-        tables.Row(("paper", "0"), {"a": Score(9.0)}, printed=True),
-        tables.Row(("x", "5"), {"a": Score(2.0, 1.0)}),
-        tables.Row(("y", "5"), {"a": Score(3.0, 1.0)}),  # within the errors
-        tables.Row(("x", "7"), {"a": Score(3.0, 1.0)}),  # alone
-    ]
-    best = lambda table: [
-        (row.labels, column)
-        for row in table.rows
-        for column in row.cells
-        if table.is_best(row, column)
-    ]
-    labels = ("model", "shots")
-    assert best(tables.Table(labels, "ab", rows)) == [(("x", "0"), "a"), (("x", "0"), "b")]
-    assert best(tables.Table(labels, "ab", rows, lower="ab")) == [
-        (("y", "0"), "a"),
-        (("y", "0"), "b"),
-    ]
-    assert best(tables.Table(labels, "ab", rows, unranked="b")) == [(("x", "0"), "a")]
-
-
-def test_perplexities_of_different_contexts_or_tokenizers_are_not_ranked():
-    config = {"spiral_config": None, "tokenizer": None, "fingerprint": ""}
-    folder = lambda length, words: lms.InspectedFolder(
-        Path("m"), max_length=length, vocabulary=words, **config
-    )
-    unranked = lambda *models, **options: tables._unranked(
-        [run.Evaluation("m", model) for model in models], run.Options(**options)
-    )
-    assert unranked(folder(64, "a"), folder(64, "a")) == ()
-    assert unranked(folder(64, "a"), folder(64, "b")) == ("Pile", "per token")
-    assert "per byte" in unranked(folder(64, "a"), folder(32, "a"))
-    assert unranked(folder(64, "a"), folder(32, "a"), context=16) == ()
 
 
 # ---------------------------------------------------------------------------- the command
@@ -757,7 +660,7 @@ def test_one_command_gives_the_tables_of_several_models(ours, neox, data_dir, tm
         assert perplexities["pile"]["sample_len"] == 5
         first = next(line for line in lines if line[0] == name)
         pile = perplexities["pile"]["token_perplexity,none"]
-        assert float(first[1].strip("*").split(" ±")[0]) == pytest.approx(pile, abs=0.01)
+        assert float(first[1].split(" ±")[0]) == pytest.approx(pile, abs=0.01)
         for shots in (0, 5):
             assert results_of(out, f"{name}/{shots}-shot").keys() >= PAPER.keys()
 
@@ -842,7 +745,7 @@ def test_what_decides_a_number_decides_the_cache(ours, data_dir, tmp_path, monke
     with (data / "pile_sample.test.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
     assert scores_anew()
-    save_model(SpiralFormer(lms.load_config(copy)), copy, tokenizer=ours)
+    save_model(SpiralFormer(load_config(copy)), copy, tokenizer=ours)
     assert scores_anew()
 
 
@@ -858,7 +761,12 @@ def test_missing_shots_are_no_matter_when_they_are_not_asked_for(ours, data_dir,
 @pytest.fixture
 def refused(capsys, monkeypatch, ours, data_dir, tmp_path):
     """Runs the command; it must end with status 2 before a model is loaded, and say so."""
-    monkeypatch.setattr(lms, "load_lm", lambda *a, **k: pytest.fail("a model was loaded"))
+
+    def checked_only(folder, device, **settings):
+        assert device == "meta"
+        return load_lm(folder, device=device, **settings)
+
+    monkeypatch.setattr(lms, "load_lm", checked_only)
 
     def check(*arguments, folder=ours, data=data_dir) -> str:
         source = () if data is None else ("--data-dir", data)
@@ -874,8 +782,7 @@ def own_data(data_dir, tmp_path) -> Path:
 
 
 def test_a_folder_that_is_no_model_is_refused(refused, ours, neox, tmp_path):
-    assert "no such folder" in refused(folder=tmp_path / "nowhere")
-    assert "no config.json" in refused(folder=tmp_path)
+    assert "no config.json" in refused(folder=tmp_path / "nowhere")
     copy = tmp_path / "run" / "last"
     shutil.copytree(ours, copy)
     assert f"did you mean {copy}?" in refused(folder=tmp_path / "run")
@@ -898,7 +805,7 @@ def test_a_folder_that_is_no_model_is_refused(refused, ours, neox, tmp_path):
     shutil.copytree(neox, other)
     for content, message in (
         ('{"model_type": "no_such_model"}', "no_such_model"),
-        ('{"model_type": "t5"}', "no causal language model"),
+        ('{"model_type": "t5"}', "T5Config'> for this kind of AutoModel"),
         ("{", "not JSON"),
     ):
         (other / "config.json").write_text(content)
@@ -925,10 +832,8 @@ def test_missing_data_is_listed_with_the_flag(refused, own_data, tmp_path, monke
     for name in ("hellaswag.validation", "mmlu.fewshot", "pile_sample.test"):
         (own_data / f"{name}.jsonl").unlink()
     message = refused(data=own_data)
-    assert f"--data-dir {own_data} lacks data" in message
-    for name in ("hellaswag.validation.jsonl", "mmlu.fewshot.jsonl", "pile_sample.test.jsonl"):
-        assert name in message
-    assert "piqa" not in message
+    lacking = "pile_sample.test.jsonl, hellaswag.validation.jsonl, mmlu.fewshot.jsonl"
+    assert f"--data-dir {own_data} lacks {lacking};" in message
     assert "mmlu" not in refused("--shots", 0, data=own_data)
     assert "no such folder" in refused(data=tmp_path / "nowhere")
 
@@ -938,7 +843,8 @@ def test_missing_data_is_listed_with_the_flag(refused, own_data, tmp_path, monke
     monkeypatch.setattr(datasets, "load_dataset", no_hub)
     for name in ("piqa", "wikitext"):
         message = refused("--tasks", name, data=None)
-        assert f"{name}: cannot be loaded: Couldn't reach the Hub; --data-dir" in message
+        assert f"{name}: cannot be loaded: " in message
+        assert "Couldn't reach the Hub; --data-dir" in message
 
 
 BAD_ROWS = {
@@ -960,19 +866,14 @@ def test_a_row_that_makes_no_question_is_refused_with_its_line(refused, own_data
     assert f"{path}:5: " in refused("--tasks", name.split(".")[0], data=own_data)
 
 
-def test_rows_without_a_field_are_refused(refused, own_data):
-    path = own_data / "piqa.validation.jsonl"
-    write_jsonl(path, [{"goal": "a", "sol1": "b"}] * 3)
-    assert str(path) in refused("--tasks", "piqa", data=own_data)
-
-
 def test_unreadable_files_are_refused_with_their_line(refused, own_data, tmp_path):
     path = own_data / "piqa.validation.jsonl"
     first = path.read_bytes().split(b"\n")[0]
     for content, message in (
+        (b'{"goal": "a", "sol1": "b"}\n' * 3, f"{path}: the harness cannot use its rows"),
         (first + b"\n{oops\n", f"{path}:2: not JSON"),
         (first + b"\n\n[1]\n", f"{path}:3: not a JSON object"),
-        (first + b'\n{"goal": "\xff"}\n', f"{path}:2: not UTF-8"),
+        (first + b'\n{"goal": "\xff"}\n', f"{path}:2: not JSON ('utf-8'"),
         (b"\n\n", f"{path}: empty"),
     ):
         path.write_bytes(content)
@@ -985,16 +886,16 @@ def test_unreadable_files_are_refused_with_their_line(refused, own_data, tmp_pat
     write_jsonl(own_data / "lambada_standard.test.jsonl", rows_of("lambada", 5))
     assert "5 examples are too few" in refused("--tasks", "lambada_standard", data=own_data)
     write_jsonl(own_data / "mmlu.test.jsonl", [rows_of("mmlu", 1)[0] | {"subject": "astrology"}])
-    message = "no MMLU subject 'astrology'"
+    message = "no task mmlu_astrology_continuation"
     assert message in refused("--tasks", "mmlu", "--shots", 0, data=own_data)
 
     text, lines, packed = (tmp_path / name for name in ("a.txt", "a.jsonl", "a.txt.gz"))
     assert f"{text}: no such file" in refused("--text-file", text)
     for file, content, message in (
         (text, b" \n", f"{text}: empty"),
-        (text, b"one\ntwo \xff\n", f"{text}:2: not UTF-8"),
-        (lines, b'{"text": "a"}\n{"txt": "b"}\n', f"{lines}:2: no text under the field 'text'"),
-        (packed, b"not gzip", f"{packed}: cannot be read"),
+        (text, b"one\ntwo \xff\n", f"{text}: not UTF-8 at byte 8"),
+        (lines, b'{"text": "a"}\n{"txt": "b"}\n', f"{lines}:2: no field 'text'"),
+        (packed, b"not gzip", f"{packed}: truncated or damaged"),
     ):
         file.write_bytes(content)
         assert message in refused("--text-file", file)

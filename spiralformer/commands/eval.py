@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", type=Path, metavar="DIR", help="local data; default: the hub")
     text = "also the perplexity of a text file, or of a jsonl file's `text` fields (.gz too)"
     add("--text-file", action="extend", nargs="+", type=Path, default=[], metavar="FILE", help=text)
-    limit = "only the first N examples of a task (of a group, spread over its tasks) or documents"
+    limit = "only the first N examples of a task (of a group: about N, some of each task)"
     add("--limit", type=int, metavar="N", help=limit)
     out = Path("runs/eval")
     add("--out", type=Path, default=out, metavar="DIR", help="results (%(default)s)")

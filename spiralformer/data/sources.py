@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line
 
 KINDS = {
     **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
@@ -77,9 +77,7 @@ def _folder_sources(folder: Path, notice: Callable[[str], None]) -> list[Source]
             sources.append(source)
         else:
             left_out[path.suffix.lower() or "without extension"] += 1
-    most = left_out.most_common(6)
-    most.append(("others", left_out.total() - sum(number for _, number in most)))
-    described = ", ".join(f"{number:,} {what}" for what, number in most if number)
+    described = ", ".join(f"{number} {what}" for what, number in left_out.most_common())
     if not sources:
         raise UserError(f"{folder}: no text in this folder ({described or 'it is empty'})")
     if described:
@@ -93,24 +91,23 @@ def _files_below(folder: Path, left_out: Counter[str]) -> list[Path]:
 
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail):
-        paths = [Path(parent, name) for name in (*folders, *names)]
-        left_out["hidden"] += sum(path.name.startswith(".") for path in paths)
-        visible = [path for path in paths if not path.name.startswith(".")]
-        # Links to folders are not followed: they may lead round in circles.
-        others = [path for path in visible if path.is_symlink() or not path.is_dir()]
-        left_out["links or devices"] += sum(not path.is_file() for path in others)
-        files += [path for path in others if path.is_file()]
+        for path in (Path(parent, name) for name in (*folders, *names)):
+            if path.name.startswith("."):
+                left_out["hidden"] += 1
+            elif path.is_file():
+                files.append(path)
+            elif path.is_symlink() or not path.is_dir():  # a link to a folder may lead in circles
+                left_out["links or devices"] += 1
         folders[:] = [name for name in folders if not name.startswith(".")]
     return sorted(files)
 
 
 def _file_source(path: Path, name: str) -> Source:
     try:
-        status = path.stat()
-        if not path.is_file():
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
             raise UserError(f"{path}: neither a file nor a folder; write its text to a file first")
-        with open(path, "rb"):
-            pass
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
     except FileNotFoundError:
         raise UserError(
             f"{path}: no such file or folder (other sources: hf:NAME, stdlib)"
@@ -193,7 +190,8 @@ def _bad(problem: str, options: ReadOptions) -> str | None:
     """In place of a text that cannot be had: an error, unless such may be left out."""
     if options.skip_bad:
         return None
-    raise UserError(f"{problem}; mend it, or leave such out with --skip-bad") from None
+    remedy = "mend it, or leave such out with `spiralformer data --skip-bad`"
+    raise UserError(f"{problem}; {remedy}") from None
 
 
 def _text_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
@@ -225,37 +223,29 @@ def _stdlib_documents(source: Source, options: ReadOptions) -> Iterator[Document
 
 
 def _record(record: Any, place: str, consumed: int, options: ReadOptions) -> Document:
-    try:
-        text: str | None = _record_text(record, options.text_field)
-    except (ValueError, RecursionError) as error:
-        text = _bad(f"{place}: {error}", options)
-    return Document(text, consumed)
-
-
-def _record_text(record: Any, field: str) -> str:
     """The text of a record; bytes are JSON."""
-    if isinstance(record, bytes):
-        try:
-            record = json.loads(record)
-        except UnicodeDecodeError:
-            raise ValueError("not UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    if field not in record:
-        known = ", ".join(record) or "none"
-        raise ValueError(f"no field {field!r} (fields here: {known}; --text-field names another)")
-    text = record[field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
+    field = options.text_field
     try:
+        content = json.loads(record) if isinstance(record, bytes) else record
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+        if field not in content:
+            raise ValueError(f"no field {field!r} (fields here: {', '.join(content) or 'none'})")
+        text = "" if content[field] is None else content[field]
+        if not isinstance(text, str):
+            raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"field {field!r} has half a surrogate pair") from None
-    return text
+        problem = f"field {field!r} has half a surrogate pair"
+    except UnicodeDecodeError:
+        problem = "not UTF-8"
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON ({error.msg} at column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    else:
+        return Document(text, consumed)
+    return Document(_bad(f"{place}: {problem}", options), consumed)
 
 
 def _jsonl_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
@@ -297,7 +287,7 @@ def _parquet_documents(source: Source, options: ReadOptions) -> Iterator[Documen
             if options.text_field not in columns:
                 raise UserError(
                     f"{source.name}: no column {options.text_field!r} (columns here: "
-                    f"{', '.join(columns)}; --text-field names another)"
+                    f"{', '.join(columns)})"
                 )
             for batch in file.iter_batches(1024, columns=[options.text_field]):
                 for record in batch.to_pylist():
@@ -305,9 +295,8 @@ def _parquet_documents(source: Source, options: ReadOptions) -> Iterator[Documen
                     yield _record(record, f"{source.name}, row {row}", consumed, options)
                     row += 1
     except (arrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"{source.name}: not a complete Parquet file ({reason}); fetch it anew"
+            f"{source.name}: not a complete Parquet file ({first_line(error)}); fetch it anew"
         ) from None
 
 
@@ -319,9 +308,8 @@ def _hugging_face_documents(source: Source, options: ReadOptions) -> Iterator[Do
         for number, row in enumerate(rows):
             yield _record(row, f"{source.name}, row {number}", 0, options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{source.name}: cannot be read; check the name and the network: {reason}"
+            f"{source.name}: cannot be read; check the name and the network: {first_line(error)}"
         ) from None
 
 
@@ -345,61 +333,19 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     try:
         with open(source.path, "rb") as raw:
             suffix = source.path.suffix.lower()
+            stream: Any = raw
             if suffix == ".gz":
-                yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw.tell
+                stream = gzip.GzipFile(fileobj=raw)
             elif suffix == ".zst":
-                yield (
-                    cast(BinaryIO, io.BufferedReader(_Pieces(_zstd_pieces(raw)), 1 << 20)),
-                    raw.tell,
-                )
-            else:
-                yield raw, raw.tell
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                arrow = _optional("pyarrow", "reading .zst files")
+                stream = io.BufferedReader(arrow.CompressedInputStream(raw, "zstd"), 1 << 20)
+            yield stream, raw.tell
+    except (OSError, EOFError, zlib.error) as error:
+        if reason := getattr(error, "strerror", None):  # the system's, not a decompressor's
+            raise UserError(f"{source.name}: cannot be read: {reason}") from None
         raise UserError(
             f"{source.name}: truncated or damaged compressed file ({error}); fetch it anew"
         ) from None
-    except OSError as error:
-        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from None
-
-
-def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:
-    """The content of Zstandard frames, one after another. The package's own reader takes a file
-    that ends in the middle of a frame for a complete one."""
-    zstandard = _optional("zstandard", "reading .zst files")
-    frame = None
-    while data := raw.read(1 << 17):
-        while data:
-            if frame is None:  # large windows: what `zstd --long=31` writes
-                frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                yield frame.decompress(data)
-            except zstandard.ZstdError as error:
-                raise EOFError(error) from None
-            data = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise EOFError("it ends inside a zstd frame")
-
-
-class _Pieces(io.RawIOBase):
-    """Pieces of bytes as a file."""
-
-    def __init__(self, pieces: Iterator[bytes]):
-        self.pieces, self.ready = pieces, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            piece = next(self.pieces, None)
-            if piece is None:
-                return 0
-            self.ready = piece
-        count = min(len(buffer), len(self.ready))
-        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count
 
 
 def _optional(module: str, purpose: str) -> Any:

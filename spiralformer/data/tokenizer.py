@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line
 from spiralformer.files import read_json, write_text
 
 EOT = "<|endoftext|>"
@@ -124,8 +124,7 @@ def _from_transformers(path: Path) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path}: cannot load a tokenizer from it: {reason}") from None
+        raise UserError(f"{path}: cannot load a tokenizer from it: {first_line(error)}") from None
     if not tokenizer.is_fast:
         raise UserError(f"{path}: only tokenizers that convert to tokenizer.json can be used")
     return tokenizer.backend_tokenizer

@@ -1,7 +1,4 @@
-"""Models as the harness sees them: folders of ours and of any Hugging Face causal language model.
-
-`inspect` finds what is wrong with a folder before any long work; `load_lm` loads its weights.
-"""
+"""Models as the harness sees them: folders of ours, and of any Hugging Face causal model."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,25 +13,21 @@ import torch
 import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from spiralformer.config import SpiralConfig
 from spiralformer.console import Progress
 from spiralformer.data.tokenizer import EOT, TextTokenizer, load_tokenizer
 from spiralformer.decode import Sampling, extend, generate, prefill
 from spiralformer.decode.generate import TextStream
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line
 from spiralformer.evaluate.perplexity import windows
-from spiralformer.evaluate.tasks import first_line, quiet
-from spiralformer.files import digest, read_json
+from spiralformer.evaluate.tasks import quiet
+from spiralformer.files import read_json
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
-from spiralformer.model_folder import MODEL_TYPE, load_config, load_model
+from spiralformer.model_folder import MODEL_TYPE, load_model, tokenizer_of
 
-LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx")
-DEFAULT_LENGTH = 2048
 DEFAULT_NEW_TOKENS = 256  # where a task does not say how long an answer may be, as in the harness
 BATCHES = 32  # so many are sorted by length together; what they answer is kept when they are done
 LOGITS = 1 << 27  # most logits of a Hugging Face model that exist at once, unless one row has more
@@ -43,105 +35,65 @@ LOGITS = 1 << 27  # most logits of a Hugging Face model that exist at once, unle
 Request = tuple[Any, list[int], list[int]]  # texts, tokens of the context, of the continuation
 
 
-# ---------------------------------------------------------------------------- before loading
+# ---------------------------------------------------------------------------- loading
 
 
-@dataclass(frozen=True)
-class InspectedFolder:
-    """A model folder that has passed the checks."""
-
-    folder: Path
-    spiral_config: SpiralConfig | None  # of a model of ours
-    tokenizer: Any  # ours, or one of transformers
-    max_length: int
-    fingerprint: str  # of weights, configuration and tokenizer
-    vocabulary: str  # models with the same one can be compared token by token
-    trusted: bool = False  # to run code that it brings
-
-
-def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> InspectedFolder:
-    """Checks a model folder: its configuration, its tokenizer and the files of its weights."""
+def load_lm(
+    folder: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    batch_size: int = 8,
+    trust_remote_code: bool = False,
+) -> SpiralLM | HuggingFaceLM:
+    """The model of a folder with its tokenizer; dtype `auto` is the one it was saved in. On the
+    device `meta` everything is checked and no weights stay in memory."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give one with config.json and weights")
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent for path in folder.glob("*/config.json"))
-        hint = f"; did you mean {inside[-1]}?" if inside else ""
-        raise UserError(f"{folder}: no config.json in it, so it is no model folder{hint}")
-    ours: SpiralConfig | None = None
-    if read_json(folder / "config.json").get("model_type") == MODEL_TYPE:
-        ours = load_config(folder)
-        if not (folder / "tokenizer.json").is_file():
-            raise UserError(f"{folder}: no tokenizer.json in it; put the one it was trained with")
-        tokenizer: Any = load_tokenizer(folder)
-        ids = tokenizer.backend.get_vocab(with_added_tokens=True)
-        vocab_size, max_length = ours.vocab_size, ours.max_length
-    else:
-        tokenizer, vocab_size, max_length = _inspect_foreign(folder, trust_remote_code)
-        ids = tokenizer.get_vocab()
-    largest = max(ids.values())
-    if largest >= vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer does not fit the model: its largest id is {largest}, the "
-            f"model's vocabulary has {vocab_size}; put the tokenizer it was trained with there"
-        )
-    identity = fingerprint(folder)
-    if ours is not None:
-        load_model(folder, device="meta")  # do the weights fit the configuration?
-    return InspectedFolder(
-        folder, ours, tokenizer, max_length, identity, digest(ids), trust_remote_code
-    )
+    if read_json(folder / "config.json").get("model_type") != MODEL_TYPE:
+        return _load_foreign(folder, device, dtype, batch_size, trust_remote_code)
+    if tokenizer_of(folder) is None:
+        raise UserError(f"{folder}: no tokenizer.json in it; put the one it was trained with")
+    tokenizer = load_tokenizer(folder)
+    wanted = None if dtype == "auto" else getattr(torch, dtype)
+    model = load_model(folder, dtype=wanted, device=device).requires_grad_(False)
+    _require_fit(folder, tokenizer.vocab_size, model.config.vocab_size)
+    return SpiralLM(model, tokenizer, batch_size)
 
 
-def _inspect_foreign(folder: Path, trusted: bool) -> tuple[Any, int, int]:
-    """Tokenizer, vocabulary and context of a folder that transformers knows how to open."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def _load_foreign(
+    folder: Path, device: str, dtype: str, batch_size: int, trusted: bool
+) -> HuggingFaceLM:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
-            known = type(config) in AutoModelForCausalLM._model_mapping
-            brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, device_map=device, dtype=dtype, trust_remote_code=trusted
+            )
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-        except Exception as error:
+        except Exception as error:  # transformers and the folder's own code raise anything
+            reason = f"transformers cannot open it: {first_line(error)}"
             if "trust_remote_code" in str(error):
-                raise UserError(
-                    f"{folder}: brings code of its own; --trust-remote-code runs it"
-                ) from None
-            raise UserError(f"{folder}: transformers cannot open it: {first_line(error)}") from None
-    if not known and not (brings_code and trusted):
-        raise UserError(
-            f"{folder}/config.json: model_type {config.model_type!r} is no causal language "
-            "model that transformers knows"
+                reason = "brings code of its own; --trust-remote-code runs it"
+            raise UserError(f"{folder}: {reason}") from None
+        vocabulary = tokenizer.get_vocab()
+        if tokenizer.eos_token is None and EOT in vocabulary:  # a bare tokenizer.json names none
+            tokenizer.eos_token = EOT
+        if tokenizer.bos_token is None and tokenizer.eos_token is None:
+            raise UserError(f"{folder}: its tokenizer has no token to begin a text with")
+        size = model.config.get_text_config().vocab_size
+        _require_fit(folder, max(vocabulary.values()) + 1, size)
+        return HuggingFaceLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32"
         )
-    if _prefix(tokenizer) is None:
-        raise UserError(f"{folder}: its tokenizer has no end-of-text token to begin a text with")
-    text = config.get_text_config()
-    lengths = (getattr(text, name, None) for name in LENGTH_FIELDS)
-    return tokenizer, text.vocab_size, next((n for n in lengths if n), DEFAULT_LENGTH)
 
 
-def _prefix(tokenizer: Any) -> int | None:
-    """As the harness chooses it; a bare tokenizer.json does not say which token it is."""
-    tokens = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.get_vocab().get(EOT))
-    return next((token for token in tokens if token is not None), None)
-
-
-def fingerprint(folder: Path) -> str:
-    """Of everything in a folder that decides a model's outputs; opens each safetensors file, so
-    that a damaged one is found here."""
-    endings = (".safetensors", ".bin", ".json", ".model", ".txt", ".py")
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in endings]
-    if not any(path.suffix in (".safetensors", ".bin") for path in files):
-        raise UserError(f"{folder}: no weights in it (model.safetensors)")
-    for path in files:
-        if path.suffix == ".safetensors":
-            try:
-                with safe_open(path, framework="pt"):
-                    pass
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path}: damaged or not safetensors ({error})") from None
-    return digest([(path.name, digest(path)) for path in files])
+def _require_fit(folder: Path, ids: int, vocab_size: int) -> None:
+    if ids > vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer does not fit the model: its largest id is {ids - 1}, the "
+            f"model's vocabulary has {vocab_size}; put the tokenizer it was trained with there"
+        )
 
 
 def choose_device(asked: str | None) -> str:
@@ -152,31 +104,6 @@ def choose_device(asked: str | None) -> str:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {asked}: not usable here ({first_line(error)})") from None
     return asked
-
-
-def load_lm(
-    inspected: InspectedFolder, *, device: str, dtype: str = "auto", batch_size: int = 8
-) -> SpiralLM | HuggingFaceLM:
-    """Loads the weights; dtype `auto` is the one they were saved in."""
-    if inspected.spiral_config is not None:
-        wanted = None if dtype == "auto" else getattr(torch, dtype)
-        model = load_model(inspected.folder, dtype=wanted, device=device)
-        return SpiralLM(model.requires_grad_(False), inspected.tokenizer, batch_size)
-    with quiet():
-        try:
-            return HuggingFaceLM(
-                pretrained=str(inspected.folder),
-                tokenizer=inspected.tokenizer,
-                device=device,
-                dtype=dtype,
-                softmax_dtype="float32",
-                max_length=inspected.max_length,
-                prefix_token_id=_prefix(inspected.tokenizer),
-                trust_remote_code=inspected.trusted,
-                batch_size=batch_size,
-            )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            raise UserError(f"{inspected.folder}: {first_line(error)}") from None
 
 
 # ---------------------------------------------------------------------------- models
@@ -202,27 +129,27 @@ class FolderLM(TemplateLM):
             return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        context = min(self.context or self.max_length, self.max_length)
-        stride = min(self.stride or context, context)
-        texts = [request.args[0] for request in requests]
-        tokens = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
-        cuts = [list(windows(len(some) - 1, context, stride)) for some in tokens]
-        totals = [0.0] * len(texts)
+        cuts = [list(self._windows(request.args[0])) for request in requests]
+        totals = []
         with self._progress(sum(map(len, cuts)), "windows"):
-            for numbers in self._groups(range(len(texts))):
-                owners = [n for n in numbers for _ in cuts[n]]
-                parts = [
-                    (None, tokens[n][w.start : w.scored_from + 1],
-                     tokens[n][w.scored_from + 1 : w.end + 1])
-                    for n in numbers
-                    for w in cuts[n]
-                ]  # fmt: skip
-                answers = self._loglikelihood_tokens(parts)
-                for n, (likelihood, _) in zip(owners, answers, strict=True):
-                    totals[n] += likelihood
+            for numbers in self._groups(range(len(requests))):
+                parts = [part for n in numbers for part in cuts[n]]
+                answers = iter(self._loglikelihood_tokens(parts))
                 for n in numbers:
-                    self.cache_hook.add_partial("loglikelihood_rolling", (texts[n],), totals[n])
+                    likelihoods = (answer[0] for answer in itertools.islice(answers, len(cuts[n])))
+                    totals.append(sum(likelihoods, 0.0))
+                    self.cache_hook.add_partial(
+                        "loglikelihood_rolling", requests[n].args, totals[n]
+                    )
         return totals
+
+    def _windows(self, text: str) -> Iterator[Request]:
+        """Each window of a text as a context and what is scored after it."""
+        context = self.context or self.max_length
+        tokens = [self.prefix_token_id, *self.tok_encode(text)]
+        cuts = windows(len(tokens) - 1, context, self.stride or context)
+        for start, scored_from, end in cuts:
+            yield None, tokens[start : scored_from + 1], tokens[scored_from + 1 : end + 1]
 
     def _groups(self, items: Any) -> Iterator[Any]:
         size = BATCHES * self.batch_size
@@ -366,7 +293,7 @@ class SpiralLM(FolderLM):
 
 
 class HuggingFaceLM(FolderLM, HFLM):
-    """Any other folder, as the harness loads it."""
+    """Any other folder, as the harness scores it."""
 
     batch_size_per_gpu: int
 
@@ -379,15 +306,10 @@ class HuggingFaceLM(FolderLM, HFLM):
             longest = max(len(c) + len(t) for _, c, t in some)
             row = min(longest, self.max_length) * self.config.get_text_config().vocab_size
             self.batch_size_per_gpu = max(1, min(asked, LOGITS // row))
-            try:
-                answers += HFLM._loglikelihood_tokens(self, some, disable_tqdm=True)
-            finally:
-                self.batch_size_per_gpu = asked
+            answers += HFLM._loglikelihood_tokens(self, some, disable_tqdm=True)
+            self.batch_size_per_gpu = asked
             self.progress.advance(len(some))
         return answers
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        return HFLM.generate_until(self, requests, disable_tqdm=True)
 
     def get_model_info(self) -> dict[str, Any]:
         return {}  # the harness would ask the hub for it

@@ -11,77 +11,43 @@ are the harness's rolling windows; a smaller stride gives every token of later w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from spiralformer.evaluate.tasks import Document
 
+class Document(NamedTuple):
+    """A text to score. Where it was made from another one, words and bytes are those of that."""
 
-class Score(NamedTuple):
-    value: float
-    stderr: float | None = None
-
-
-class Window(NamedTuple):
-    """Inputs are tokens start … end-1 of the prefixed document; targets follow them by one."""
-
-    start: int
-    scored_from: int
-    end: int
-
-
-def windows(targets: int, context: int, stride: int) -> Iterator[Window]:
-    """The windows of a document with this many targets."""
-    end = min(context, targets)
-    if end:
-        yield Window(0, 0, end)
-    while end < targets:
-        scored_from, end = end, min(end + stride, targets)
-        yield Window(max(0, end - context), scored_from, end)
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """The loss of a text in nats, summed over tokens, and what it is divided by."""
-
-    loss: float
-    loss_stderr: float | None  # from the differences between documents
-    tokens: int
-    words: int
-    bytes: int
-    documents: int
-
-    def per(self, unit: str) -> Score:
-        """Perplexity per token, word or byte."""
-        count = {"token": self.tokens, "word": self.words, "byte": self.bytes}[unit]
-        nats = self.loss / count
-        value = math.exp(nats) if nats < 700 else math.inf
-        return Score(value, None if self.loss_stderr is None else value * self.loss_stderr / count)
+    text: str
+    original: str = ""
 
     @property
-    def bits_per_byte(self) -> float:
-        return self.loss / self.bytes / math.log(2)
+    def words(self) -> int:
+        """Counted as the harness does."""
+        return len(re.split(r"\s+", self.original or self.text))
 
-    def metrics(self) -> dict[str, Any]:
-        """As the harness names them; it has no perplexity per token."""
-        metrics: dict[str, Any] = {
-            "sample_len": self.documents,
-            "tokens": self.tokens,
-            "loss": self.loss,
-            "bits_per_byte,none": self.bits_per_byte,
-        }
-        for unit in ("token", "word", "byte"):
-            score = self.per(unit)
-            metrics[f"{unit}_perplexity,none"] = score.value
-            metrics[f"{unit}_perplexity_stderr,none"] = score.stderr
-        return metrics
+    @property
+    def bytes(self) -> int:
+        return len((self.original or self.text).encode())
 
 
-def perplexity(lm: Any, documents: Sequence[Document]) -> Perplexity:
-    """Scores documents with one of our harness models, or its cached form."""
+def windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, scored_from, end) of the windows of a document with this many targets. Inputs are
+    tokens start … end-1 of the prefixed document; targets follow them by one."""
+    end = min(context, targets)
+    if end:
+        yield 0, 0, end
+    while end < targets:
+        scored_from, end = end, min(end + stride, targets)
+        yield max(0, end - context), scored_from, end
+
+
+def perplexity(lm: Any, documents: Sequence[Document]) -> dict[str, Any]:
+    """Metrics of documents by one of our harness models, or its cached form; named as the harness
+    names them, which has none per token."""
     from lm_eval.api.instance import Instance
 
     requests = [
@@ -89,21 +55,25 @@ def perplexity(lm: Any, documents: Sequence[Document]) -> Perplexity:
         for k, document in enumerate(documents)
     ]
     losses = -np.array(lm.loglikelihood_rolling(requests))
-    counts = np.array([len(lm.tok_encode(document.text)) for document in documents])
-    return Perplexity(
-        loss=float(losses.sum()),
-        loss_stderr=_stderr(losses, counts),
-        tokens=int(counts.sum()),
-        words=sum(document.words for document in documents),
-        bytes=sum(document.bytes for document in documents),
-        documents=len(documents),
-    )
+    tokens = np.array([len(lm.tok_encode(document.text)) for document in documents])
+    loss, stderr = float(losses.sum()), _stderr(losses, tokens)
+    counts = {
+        "token": int(tokens.sum()),
+        "word": sum(document.words for document in documents),
+        "byte": sum(document.bytes for document in documents),
+    }
+    metrics: dict[str, Any] = {"sample_len": len(documents), "tokens": counts["token"]}
+    for unit, count in counts.items():
+        value = math.exp(loss / count) if loss / count < 700 else math.inf
+        metrics[f"{unit}_perplexity,none"] = value
+        metrics[f"{unit}_perplexity_stderr,none"] = stderr and value * stderr / count
+    return metrics | {"loss": loss, "bits_per_byte,none": loss / counts["byte"] / math.log(2)}
 
 
-def _stderr(losses: np.ndarray, counts: np.ndarray) -> float | None:
-    """Of the loss of so many tokens, if documents are drawn independently: that of a ratio."""
+def _stderr(losses: np.ndarray, tokens: np.ndarray) -> float | None:
+    """Of the sum of the losses, if documents are drawn independently: that of a ratio."""
     n = len(losses)
     if n < 2:
         return None
-    residuals = losses - losses.sum() / counts.sum() * counts
+    residuals = losses - losses.sum() / tokens.sum() * tokens
     return float(np.sqrt(n / (n - 1) * np.square(residuals).sum()))

@@ -6,25 +6,24 @@ a repeated one only prints; its results go to OUT/MODEL/K-shot.json as they are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from spiralformer import __version__, files
-from spiralformer.console import duration, say
+from spiralformer.config import SpiralConfig
+from spiralformer.console import count, duration, say
 from spiralformer.errors import UserError
 from spiralformer.evaluate import tasks
-from spiralformer.evaluate.perplexity import Perplexity, Score, perplexity
-from spiralformer.evaluate.tasks import PAPER, TEXTS, Document, LoadedTask
-
-if TYPE_CHECKING:  # it needs torch and the harness
-    from spiralformer.evaluate.lm import InspectedFolder
+from spiralformer.evaluate.perplexity import Document, perplexity
+from spiralformer.evaluate.tasks import TEXTS, LoadedTask
 
 BOOTSTRAPS = 1000  # for the standard error of LAMBADA's perplexity
 
@@ -77,26 +76,25 @@ class Options:
         return [name for name in self.names if name in TEXTS]
 
 
+class Score(NamedTuple):
+    value: float
+    stderr: float | None = None
+
+
 @dataclass
 class Evaluation:
     """What one model reached."""
 
     name: str  # in tables
-    model: InspectedFolder
-    results: dict[int, dict[str, Any]] = field(default_factory=dict)  # the harness's, by shots
-    texts: dict[str, Perplexity] = field(default_factory=dict)
-    shown: dict[str, list[str]] = field(default_factory=dict)  # names in the results, by task
+    folder: Path
+    max_length: int
+    spiral_config: SpiralConfig | None = None  # of a model of ours
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """As the harness gives them: of `texts`, and of tasks `0-shot`, `5-shot`, …"""
 
-    def score(self, task: str, shots: int, metric: str | None = None) -> Score | None:
-        """A metric of a task: if none is named, the one that the paper reports, or the first."""
-        metrics = self.metrics(task, shots)
-        if metric is None:
-            metric = PAPER[task].metric if task in PAPER else next(iter(metrics), "")
-        return metrics.get(metric)
-
-    def metrics(self, task: str, shots: int) -> dict[str, Score]:
+    def metrics(self, task: str, kind: str) -> dict[str, Score]:
         """All metrics of a task; those of a filter other than none are `metric,filter`."""
-        row = self.results.get(shots, {}).get("results", {}).get(task, {})
+        row = self.results.get(kind, {}).get("results", {}).get(task, {})
         scores = {}
         for key, value in row.items():
             metric, comma, filtered = key.partition(",")
@@ -109,114 +107,140 @@ class Evaluation:
 
 def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Evaluation]:
     """Everything asked for, for each model folder. Progress goes to standard error."""
-    if missing := [name for name in ("lm_eval", "datasets") if find_spec(name) is None]:
+    needed = ("lm_eval", "accelerate", "datasets")
+    if missing := [name for name in needed if find_spec(name) is None]:
         raise UserError(f"{', '.join(missing)} is not installed: pip install 'spiralformer[eval]'")
-    names = _short_names([Path(folder) for folder in folders])
+    paths = [Path(folder) for folder in folders]
+    names = _short_names(paths)
+    for path in paths:
+        _require_config(path)
     most = max(options.shots, default=0)
     if options.data_dir is not None:
-        tasks.missing_files(options.names, options.data_dir, most)
+        tasks.require_files(options.names, options.data_dir, most)
     with files.writing(options.out, "choose another --out"):
-        options.out.mkdir(parents=True, exist_ok=True)
-        if not os.access(options.out, os.W_OK):
-            raise PermissionError(13, "no permission", str(options.out))
+        (options.out / "cache").mkdir(parents=True, exist_ok=True)
 
     from spiralformer.evaluate import lm as lms
 
     device = lms.choose_device(options.device)
-    trusted = options.trust_remote_code
-    models = [lms.inspect(folder, trust_remote_code=trusted) for folder in folders]
-    for model in models:
-        _check_window(model, options)
+    settings: dict[str, Any] = {
+        "dtype": options.dtype,
+        "batch_size": options.batch_size,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    evaluations = []
+    for name, path in zip(names, paths, strict=True):
+        checked = lms.load_lm(path, device="meta", **settings)  # before any long work
+        _check_window(path, checked.max_length, options)
+        config = checked.model.config if isinstance(checked, lms.SpiralLM) else None
+        evaluations.append(Evaluation(name, path, checked.max_length, config))
     texts = tasks.load_texts(options.text_names, options.data_dir, options.text_files)
     loaded: dict[str, LoadedTask] = {}
     if options.task_names:
-        loaded = tasks.load_tasks(options.task_names, options.data_dir, most, options.limit)
-    evaluations = []
-    for name, model in zip(names, models, strict=True):
-        lm = lms.load_lm(model, device=device, dtype=options.dtype, batch_size=options.batch_size)
+        loaded = tasks.load_tasks(options.task_names, options.data_dir, most)
+    for evaluation in evaluations:
+        lm = lms.load_lm(evaluation.folder, device=device, **settings)
         lm.context, lm.stride, lm.screen = options.context, options.stride, sys.stderr
-        evaluation = Evaluation(name, model, shown={k: v.shown for k, v in loaded.items()})
-        evaluations.append(evaluation)
+        cache = _cache(evaluation.folder, options)
         if texts:
-            _evaluate_texts(evaluation, lm, texts, options)
+            with _recorded(evaluation, "texts", lm, options) as results:
+                results |= score_texts(lm, texts, cache, options.limit)
         for shots in sorted(set(options.shots)) if loaded else ():
-            _evaluate_tasks(evaluation, lm, loaded, shots, options)
+            with _recorded(evaluation, f"{shots}-shot", lm, options) as results:
+                results |= score_tasks(
+                    lm,
+                    loaded,
+                    shots,
+                    options.limit,
+                    use_cache=cache,
+                    batch_size=options.batch_size,
+                    device=device,
+                    fewshot_random_seed=options.seed,
+                )
         del lm
     return evaluations
 
 
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.parent for path in folder.glob("*/config.json"))
+        hint = f"; did you mean {inside[-1]}?" if inside else ""
+        raise UserError(f"{folder}: no model folder: it has no config.json{hint}")
+
+
 def _short_names(folders: list[Path]) -> list[str]:
     """The shortest ends of the paths that tell the folders apart."""
-    paths = [folder.resolve() for folder in folders]
-    if len(set(paths)) < len(paths):
-        raise UserError("the same folder was given twice")
-    names = []
-    for path in paths:
-        for k in range(1, len(path.parts) + 1):
-            if sum(other.parts[-k:] == path.parts[-k:] for other in paths) == 1:
-                break
-        names.append("/".join(path.parts[-k:]))
-    return names
+    parts = [folder.resolve().parts[1:] for folder in folders]
+    for k in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(some[-k:]) for some in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError("the same folder was given twice")
 
 
-def _check_window(model: InspectedFolder, options: Options) -> None:
+def _check_window(folder: Path, max_length: int, options: Options) -> None:
     for name in ("context", "stride"):
         value = getattr(options, name)
-        if value and value > model.max_length:
+        if value and value > max_length:
             raise UserError(
-                f"--{name} {value} is longer than the longest sequence of {model.folder}, "
-                f"{model.max_length}"
+                f"--{name} {value} is longer than the longest sequence of {folder}, {max_length}"
             )
+
+
+def _cache(folder: Path, options: Options) -> str:
+    """Where the harness keeps answers. It knows them by their request: all else that decides an
+    answer is in the name."""
+    endings = (".safetensors", ".bin", ".json", ".model", ".txt", ".py")
+    parts = [path for path in sorted(folder.iterdir()) if path.suffix in endings]
+    model = [(path.name, files.digest(path)) for path in parts]
+    key = [model, options.dtype, options.context, options.stride, __version__]
+    return str(options.out / "cache" / files.digest(key))
+
+
+@contextlib.contextmanager
+def _recorded(
+    evaluation: Evaluation, kind: str, lm: Any, options: Options
+) -> Iterator[dict[str, Any]]:
+    """Results to fill; they are then kept and written."""
+    label = lm.label = f"{evaluation.name}  {kind}"
+    lm.truncated, started = 0, time.monotonic()
+    results: dict[str, Any] = {}
+    with files.writing(options.out):
+        yield results
+    cut = f", {count(lm.truncated, 'prompt')} cut to fit" if lm.truncated else ""
+    say(f"{label}  done{cut}  ({duration(time.monotonic() - started)})")
+    results["config"] = results.get("config", {}) | {
+        "model": str(evaluation.folder.resolve()),
+        "model_dtype": options.dtype,
+        "context": options.context,
+        "stride": options.stride,
+        "limit": options.limit,
+        "truncated_prompts": lm.truncated,
+        "spiralformer_version": __version__,
+    }
+    evaluation.results[kind] = results
+    # Functions in the definitions of tasks become text; JSON has no infinity.
+    content = json.loads(json.dumps(results, default=str), parse_constant=str)
+    files.write_json(options.out / evaluation.name / f"{kind}.json", content)
 
 
 # ---------------------------------------------------------------------------- scoring
 
 
-def _cache(model: InspectedFolder, options: Options) -> str:
-    """Where the harness keeps answers. It knows them by their request: all else that decides an
-    answer is in the name."""
-    key = [model.fingerprint, options.dtype, options.context, options.stride, __version__]
-    return str(options.out / "cache" / files.digest(key))
-
-
-def _evaluate_texts(
-    evaluation: Evaluation, lm: Any, texts: dict[str, list[Document]], options: Options
-) -> None:
+def score_texts(
+    lm: Any, texts: dict[str, list[Document]], cache: str, limit: int | None
+) -> dict[str, Any]:
+    """Perplexities, in the form of the harness's results."""
     from lm_eval.api.model import CachingLM
 
-    with files.writing(options.out), tasks.quiet():
-        cached = CachingLM(lm, _cache(evaluation.model, options) + "_rank0.db")
-    for name, documents in texts.items():
-        lm.label, started = f"{evaluation.name}  {name}", time.monotonic()
-        with tasks.quiet():
-            evaluation.texts[name] = perplexity(cached, documents[: options.limit])
-        value = evaluation.texts[name].per("token").value
-        say(f"{lm.label}  {value:.6g} per token  ({duration(time.monotonic() - started)})")
+    label, scores = lm.label, {}
+    with tasks.quiet():
+        cached = CachingLM(lm, f"{cache}_rank0.db")  # as `simple_evaluate` names it
+        for name, documents in texts.items():
+            lm.label = f"{label}  {name}"
+            scores[name] = perplexity(cached, documents[:limit])
     cached.dbdict.close()
-    results = {name: result.metrics() for name, result in evaluation.texts.items()}
-    config = {"context": options.context, "stride": options.stride}
-    _write(evaluation, options, "texts", {"results": results, "config": config})
-
-
-def _evaluate_tasks(
-    evaluation: Evaluation, lm: Any, loaded: dict[str, LoadedTask], shots: int, options: Options
-) -> None:
-    lm.label, lm.truncated, started = f"{evaluation.name}  {shots}-shot", 0, time.monotonic()
-    with files.writing(options.out):
-        results = score_tasks(
-            lm,
-            loaded,
-            shots,
-            limit=options.limit,
-            use_cache=_cache(evaluation.model, options),
-            batch_size=options.batch_size,
-            device=str(lm.device),
-            fewshot_random_seed=options.seed,
-        )
-    results["config"]["truncated_prompts"] = lm.truncated
-    evaluation.results[shots] = results
-    say(f"{lm.label}  done  ({duration(time.monotonic() - started)})")
-    _write(evaluation, options, f"{shots}-shot", results)
+    return {"results": scores}
 
 
 def score_tasks(
@@ -242,19 +266,4 @@ def score_tasks(
             log_samples=False,
             **options,
         )
-    for task in loaded.values():
-        task.reset()
     return results
-
-
-def _write(evaluation: Evaluation, options: Options, name: str, results: dict[str, Any]) -> None:
-    """Functions in the definitions of tasks as text; JSON has no infinity."""
-    results["config"] |= {
-        "model": str(evaluation.model.folder.resolve()),
-        "model_fingerprint": evaluation.model.fingerprint,
-        "model_dtype": options.dtype,
-        "limit": options.limit,
-        "spiralformer_version": __version__,
-    }
-    content = json.loads(json.dumps(results, default=str), parse_constant=str)
-    files.write_json(options.out / evaluation.name / f"{name}.json", content)
