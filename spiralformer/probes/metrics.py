@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GAMMA = 32  # tokens in the local window, at full resolution
+from spiralformer.probes import GAMMA
+
 DYNAMIC_SHARE = Fraction(2, 5)
 NEGLIGIBLE = 1e-12  # a spread that is numerically nothing
 CKA_POSITIONS = 1024  # of a sequence that enter the similarity of states

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from spiralformer import paper
-from spiralformer.probes.figures import BLUE, GREEN, GREY, ORANGE, STYLE, to_bytes
+from spiralformer.plots import BLUE, GREEN, GREY, ORANGE, STYLE, to_bytes
 from spiralformer.study.conduct import Results
 from spiralformer.study.judge import Found, fitted
 from spiralformer.study.spec import FAMILIES, preset_name
