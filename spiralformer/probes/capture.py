@@ -11,20 +11,22 @@ Shapes: B batch, L tokens, N chunks, G chunk size, D width, H heads, K head size
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from spiralformer.config import SpiralConfig
 from spiralformer.model import SpiralFormer
 from spiralformer.model.operators import causal_shift
 from spiralformer.probes import GAMMA
-from spiralformer.probes.metrics import AttentionSums, window
+from spiralformer.probes.metrics import attention_metrics, window
 
 BLOCK = 1 << 23  # attention weights that exist at once
 
@@ -33,15 +35,23 @@ BLOCK = 1 << 23  # attention weights that exist at once
 class Trace:
     """What one forward pass did."""
 
-    x: Tensor = field(default_factory=lambda: torch.empty(0))  # B L D, the embeddings
-    v: Tensor = field(default_factory=lambda: torch.empty(0))  # B L D, f_pre(x)
+    x: Tensor = field(init=False)  # B L D, the embeddings
+    v: Tensor = field(init=False)  # B L D, f_pre(x)
     states: list[Tensor] = field(default_factory=list)  # B L D each: h⁽⁰⁾ … h⁽ᵀ⁾
-    latents: list[Tensor] = field(default_factory=list)  # B N D each: ẑ of every iteration
     updates: list[Tensor] = field(default_factory=list)  # B L D each: ũ, after the shift
-    out: Tensor = field(default_factory=lambda: torch.empty(0))  # B L D, normalised
-    attention: dict[tuple[str, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """(stage, layer) → entropy and LAM, (B, H) each; absent where nothing was attended to. A stage
-    is "pre", the number of an iteration, or "post"."""
+    out: Tensor = field(init=False)  # B L D, normalised
+    attention: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """stage → (2, B, H) of each layer: entropy and LAM. Absent where nothing was attended to."""
+    downscaled: list[tuple[Any, ...]] = field(default_factory=list)
+    """what S↓ of each iteration was given"""
+    upscaled: list[tuple[Any, ...]] = field(default_factory=list)  # likewise S↑
+
+
+def stages(config: SpiralConfig) -> dict[str, int]:
+    """Where layers run, in order, and how many: "pre", the number of each iteration, "post"."""
+    layout = config.parsed_layout
+    depths = {"pre": layout.pre, **{str(t): depth for t, depth in enumerate(layout.cores)}}
+    return {stage: depth for stage, depth in {**depths, "post": layout.post}.items() if depth}
 
 
 @contextmanager
@@ -57,24 +67,27 @@ def watching(model: SpiralFormer, gamma: int = GAMMA) -> Iterator[Trace]:
     def after_pre(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         trace.v = output
 
+    def before_downscale(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        trace.downscaled.append(args)
+        before_state(name, module, args)
+
     def before_state(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal stage
         stage = name
         trace.states.append(args[0])
 
     def after_upscale(shift: int, module: nn.Module, args: Any, output: Tensor) -> None:
-        trace.latents.append(args[0])
+        trace.upscaled.append(args)
         trace.updates.append(causal_shift(output, shift, trace.x.shape[1]))
 
     def after_norm(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         trace.out = output
 
-    def before_attend(layer: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def before_attend(module: nn.Module, args: tuple[Any, ...]) -> None:
         resolution = config.iterations[int(stage)].resolution if stage.isdigit() else Fraction(1)
-        q, k = args[:2]  # B H N K
-        rows = [reduce_attention(q[b], k[b], window(resolution, gamma)) for b in range(len(q))]
-        entropies, masses = zip(*rows, strict=True)
-        trace.attention[stage, layer] = torch.stack(entropies), torch.stack(masses)
+        pairs = zip(*args[:2], strict=True)  # queries and keys of each sequence, (H, N, K)
+        values = [_reduce_attention(q, k, window(resolution, gamma)) for q, k in pairs]
+        trace.attention[stage].append(torch.stack(values, 1))
 
     handles = [
         model.pre.register_forward_pre_hook(before_pre),
@@ -83,14 +96,14 @@ def watching(model: SpiralFormer, gamma: int = GAMMA) -> Iterator[Trace]:
         model.norm.register_forward_hook(after_norm),
     ]
     for iteration, scaling in zip(config.iterations, model.scalings, strict=True):
-        entered = partial(before_state, str(iteration.index))
+        entered = partial(before_downscale, str(iteration.index))
         handles.append(scaling.downscale.register_forward_pre_hook(entered))
         left = partial(after_upscale, iteration.shift)
         handles.append(scaling.upscale.register_forward_hook(left))
     for stack in model.stacks():
-        for layer, block in enumerate(stack.blocks):
+        for block in stack.blocks:
             attend = block.get_submodule("attention.attend")
-            handles.append(attend.register_forward_pre_hook(partial(before_attend, layer)))
+            handles.append(attend.register_forward_pre_hook(before_attend))
     try:
         yield trace
     finally:
@@ -99,14 +112,14 @@ def watching(model: SpiralFormer, gamma: int = GAMMA) -> Iterator[Trace]:
 
 
 @torch.no_grad()
-def reduce_attention(q: Tensor, k: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """Entropy and LAM, (H) each, of the attention of one sequence; q and k are (H, N, K)."""
+def _reduce_attention(q: Tensor, k: Tensor, span: int) -> Tensor:
+    """Entropy and LAM, (2, H), of the attention of one sequence; q and k are (H, N, K)."""
     heads, length = q.shape[:2]
-    sums = AttentionSums(heads, length, span, q.device)
-    block = max(1, BLOCK // (heads * length))
-    for start in range(0, length, block):
-        sums.add(attention_rows(q, k, start, min(start + block, length)), start)
-    return sums.entropy(), sums.local_mass()
+    size = max(1, BLOCK // (heads * length))
+    blocks = (
+        attention_rows(q, k, start, min(start + size, length)) for start in range(0, length, size)
+    )
+    return attention_metrics(blocks, length, span)
 
 
 def attention_rows(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
@@ -124,26 +137,27 @@ def attention_rows(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
 
 
 def aggregation_weights(model: SpiralFormer, trace: Trace, t: int) -> Tensor | None:
-    """α of iteration t, (B, N, G), zero at the places before token 0; None where none is learned."""
-    downscale = model.scalings[t].downscale
-    return downscale.weights(trace.states[t]) if _is_learned(downscale) else None
+    """α of iteration t, (B, N, G), zero at places before token 0; None where none is learned."""
+    return _ask(model.scalings[t].downscale, "weights", trace.downscaled[t])
 
 
 def allocation_weights(model: SpiralFormer, trace: Trace, t: int) -> Tensor | None:
-    """β of iteration t, (B, N, G); None where none is learned."""
-    upscale = model.scalings[t].upscale
-    if not _is_learned(upscale):
-        return None
-    gain = math.sqrt(model.config.iterations[t].chunk)
-    return upscale.allocation(trace.latents[t]) / gain
+    """β of iteration t, (B, N, G), whatever the operator's gain; None where none is learned."""
+    dealt = _ask(model.scalings[t].upscale, "allocation", trace.upscaled[t])
+    return None if dealt is None else dealt / dealt.sum(-1, keepdim=True)
 
 
-def _is_learned(operator: nn.Module) -> bool:
-    return next(operator.parameters(), None) is not None
+def _ask(operator: nn.Module, method: str, inputs: tuple[Any, ...]) -> Tensor | None:
+    """What a learned operator says of the inputs that it had, if it has this to say."""
+    learned = next(operator.parameters(), None) is not None
+    return getattr(operator, method)(*inputs) if learned and hasattr(operator, method) else None
 
 
-@dataclass
-class Routing:
+def has_routing(model: SpiralFormer) -> bool:
+    return hasattr(model.topology, "route")
+
+
+class Routing(NamedTuple):
     """How MeSH made one state: h = r₀·x + Σ_k ⟨w⁽ᵏ⁾, r⟩·ũ⁽ᵏ⁾, ũ⁽⁻¹⁾ = v."""
 
     write: Tensor  # B L M

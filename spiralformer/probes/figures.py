@@ -168,7 +168,7 @@ def _ridgelines(
 def _boxes(
     ax: Axes, values: np.ndarray, reference: np.ndarray, labels: list[str], colours: list[Any]
 ) -> None:
-    """A box per iteration, a faint line per head, the means joined, uniform attention beside iteration."""
+    """A box per iteration, a faint line per head, the means joined, uniform attention beside."""
     x = np.arange(len(values))
     if values.shape[1] <= 256:
         ax.plot(x, values, color="#999999", lw=0.5, alpha=0.45, zorder=1)

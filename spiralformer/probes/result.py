@@ -22,11 +22,17 @@ from spiralformer.config import ConfigError, Iteration, SpiralConfig
 from spiralformer.console import count
 from spiralformer.errors import UserError
 from spiralformer.files import read_json, write_text
-from spiralformer.probes.metrics import cross_loop_range, dynamic_heads, mean, standard_error
+from spiralformer.probes.metrics import (
+    METRICS,
+    cross_loop_range,
+    dynamic_heads,
+    mean,
+    standard_error,
+)
 
 FORMAT = 1
 NUMBERS = "numbers.json"
-METRICS = ("entropy", "local_mass")
+
 TITLES = {"entropy": "Key-marginal entropy", "local_mass": "Local attention mass"}
 SYMBOLS = {"entropy": "H", "local_mass": "LAM"}
 TOKENS_SEEN = 20  # how often a token must occur to be ranked by its aggregation weight

@@ -29,7 +29,7 @@ class Sample:
 
 
 def draw(data: str, folder: Path, vocab_size: int, wanted: int, length: int, seed: int) -> Sample:
-    """`wanted` windows of `length` tokens: of a text, by the model folder's tokenizer; of shards."""
+    """`wanted` windows of `length` tokens: of a text, by the model's tokenizer; of shards."""
     notes: list[str] = []
     if _is_shards(data):
         stream, source = _open_shards(data, folder, notes)
