@@ -1,5 +1,6 @@
 """Laws of the probes: closed forms, fidelity to the model, means, figures, and plain speaking."""
 
+import base64
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from fractions import Fraction
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -580,6 +582,28 @@ def test_the_report_needs_nothing_but_itself(probed):
     assert set(re.findall(r"https?://[^\"'\s]*", page)) <= {"http://www.w3.org/2000/svg"}
     for words in ("Verdict", "The rule", "spiral", "Logit lens", "MeSH routing"):
         assert words in page
+
+
+def test_the_report_is_well_formed_and_every_picture_in_it_opens(compared):
+    unclosed = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            if tag not in ("meta", "img"):
+                unclosed.append(tag)
+
+        def handle_endtag(self, tag):
+            assert unclosed.pop() == tag, self.getpos()
+
+    text = (compared / "report.html").read_text()
+    Tags().feed(text)
+    assert unclosed == []
+    pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', text)
+    assert len(pictures) == 5
+    for picture in pictures:
+        root = ElementTree.fromstring(base64.b64decode(picture))
+        assert root.tag.endswith("svg")
+        assert len(list(root.iter())) > 50
 
 
 def test_the_verdict_is_told_in_words(compared):

@@ -6,6 +6,8 @@ whose readings are traced.
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.colors import to_hex, to_rgb
 
 from spiralformer import plots
@@ -78,9 +80,7 @@ def describe(config: SpiralConfig, i: int) -> str:
     return f"Token {i} reads {', '.join(said)}. Decoding it runs the core {words}."
 
 
-def two_shades(colour: tuple[float, ...]) -> list[str]:
+def two_shades(colour: Any) -> list[str]:
     """An iteration's colour, light enough for black text: chunks have them by turns."""
-    return [
-        to_hex([1 - strength + strength * part for part in to_rgb(colour)])
-        for strength in (0.5, 0.26)
-    ]
+    red, green, blue = to_rgb(colour)
+    return [to_hex((1 - k + k * red, 1 - k + k * green, 1 - k + k * blue)) for k in (0.5, 0.26)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from spiralformer import plots
 from spiralformer.plots import BLUE, GREEN, GREY, ORANGE
-from spiralformer.probes.metrics import LENS_POSITIONS, min_max
-from spiralformer.probes.result import METRICS, SYMBOLS, TITLES, ModelResult
+from spiralformer.probes.metrics import METRICS, min_max
+from spiralformer.probes.result import SYMBOLS, TITLES, ModelResult
 
 BLUES = ListedColormap(matplotlib.colormaps["Blues"](np.linspace(0, 0.75, 256)))  # black stays seen
 MAP = BLUES.with_extremes(bad="#f4f4f4")
@@ -39,31 +38,28 @@ Draw = Callable[[Canvas, ModelResult, list[ModelResult]], None]
 class Drawing:
     name: str  # of its files
     title: str
-    caption: str
     size: tuple[float, float]  # inches, for one model
-    applies: Callable[[ModelResult], bool]
-    needs: str  # said where it does not apply
-    in_paper: bool
     draw: Draw
+    applies: Callable[[ModelResult], bool] = lambda model: bool(model.iterations)
+    needs: str = "a loop"  # said where it does not apply
+    in_paper: bool = False
+
+    @property
+    def caption(self) -> str:
+        """What the reader is told is what the function says of itself."""
+        return " ".join((self.draw.__doc__ or "").split())
 
 
 DRAWINGS: list[Drawing] = []
 
 
 def drawing(
-    name: str,
-    title: str,
-    caption: str,
-    size: tuple[float, float],
-    *,
-    applies: Callable[[ModelResult], bool] = lambda model: bool(model.iterations),
-    needs: str = "a loop",
-    in_paper: bool = False,
+    name: str, title: str, size: tuple[float, float], **kwargs: Any
 ) -> Callable[[Draw], Draw]:
     """Adds a function to the drawings, which are shown in this order."""
 
     def register(draw: Draw) -> Draw:
-        DRAWINGS.append(Drawing(name, title, caption, size, applies, needs, in_paper, draw))
+        DRAWINGS.append(Drawing(name, title, size, draw, **kwargs))
         return draw
 
     return register
@@ -111,8 +107,7 @@ def write_figures(models: list[ModelResult], folder: Path) -> dict[str, list[tup
 # ---------------------------------------------------------------------------- the paper's
 
 
-def draw_shift(which: str, canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """Ridgelines and boxes of both metrics over the dynamic heads or all heads."""
+def _shift(which: str, canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
     axes = canvas.subplots(2, 2, width_ratios=(1.15, 1))
     labels, colours = model.labels(), plots.shades(len(model.iterations))
     for (ridge, box), metric in zip(axes, METRICS, strict=True):
@@ -172,14 +167,12 @@ def _boxes(
     x = np.arange(len(values))
     if values.shape[1] <= 256:
         ax.plot(x, values, color="#999999", lw=0.5, alpha=0.45, zorder=1)
-    for t, row in enumerate(values):
-        row = row[np.isfinite(row)]
-        if not row.size:
-            continue
-        thin: dict[str, Any] = {"whiskerprops": {"lw": 0.7}, "capprops": {"lw": 0.7}}
-        thin |= {"medianprops": {"color": "black", "lw": 0.9}, "showfliers": False, "zorder": 2}
-        drawn = ax.boxplot([row], positions=[t], widths=0.5, patch_artist=True, **thin)
-        drawn["boxes"][0].set(facecolor=colours[t], alpha=0.75, lw=0.7)
+    thin: dict[str, Any] = {"whiskerprops": {"lw": 0.7}, "capprops": {"lw": 0.7}}
+    thin |= {"medianprops": {"color": "black", "lw": 0.9}, "showfliers": False, "zorder": 2}
+    measured = [row[np.isfinite(row)] for row in values]
+    drawn = ax.boxplot(measured, positions=x, widths=0.5, patch_artist=True, **thin)
+    for box, colour in zip(drawn["boxes"], colours, strict=True):
+        box.set(facecolor=colour, alpha=0.75, lw=0.7)
     means = values.mean(axis=1) if values.shape[1] else np.full(len(values), np.nan)
     ax.plot(x, means, "o-", color="black", ms=3.5, lw=1.1, zorder=4, label="mean of heads")
     style: dict[str, Any] = {"color": ORANGE, "ms": 3.5, "lw": 0.8, "mfc": "white", "zorder": 3}
@@ -189,37 +182,37 @@ def _boxes(
     ax.yaxis.set_major_locator(MaxNLocator(5))
 
 
-drawing(
+@drawing(
     "shift-dynamic",
     "Cross-loop shifts, dynamic heads",
-    "The 40 % of heads with the largest range across the loop, chosen for each metric by itself. "
-    "Left: how heads are distributed at each iteration (a tick is a head). Right: boxes, a faint "
-    "line for each head, the mean in black. Diamonds: what a head that attends to all earlier keys "
-    "alike would give, that is, the geometry of the iteration.",
     (4.6, 4.3),
     applies=lambda model: any(model.dynamic(metric).any() for metric in METRICS),
     needs="a loop of two or more iterations whose heads differ",
     in_paper=True,
-)(partial(draw_shift, "dynamic"))
-drawing(
-    "shift-all",
-    "Cross-loop shifts, all heads",
-    "The same without any selection of heads.",
-    (4.6, 4.3),
-    in_paper=True,
-)(partial(draw_shift, "all"))
+)
+def draw_dynamic_shift(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
+    """The 40 % of heads with the largest range across the loop, chosen for each metric by itself.
+    Left: how heads are distributed at each iteration (a tick is a head). Right: boxes, a faint line
+    for each head, the mean in black. Diamonds: what a head that attends to all earlier keys alike
+    would give, that is, the geometry of the iteration."""
+    _shift("dynamic", canvas, model, everyone)
+
+
+@drawing("shift-all", "Cross-loop shifts, all heads", (4.6, 4.3), in_paper=True)
+def draw_shift(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
+    """The same without any selection of heads."""
+    _shift("all", canvas, model, everyone)
 
 
 @drawing(
     "heads",
     "Where the shifts are: layer and head",
-    "The range of each head across the loop, min–max normalised in each map; the true ranges stand "
-    "above. Boxed: dynamic heads.",
     (4.6, 3.8),
     in_paper=True,
 )
 def draw_heads(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """ΔH and ΔLAM by layer and head, min-max normalised, dynamic heads boxed."""
+    """The range of each head across the loop, min–max normalised in each map; the true ranges
+    stand above. Boxed: dynamic heads."""
     depths = [len(f.delta("entropy")) for f in everyone]
     axes = canvas.subplots(2, 1)
     for ax, metric in zip(axes, METRICS, strict=True):
@@ -249,13 +242,12 @@ def draw_heads(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) 
 @drawing(
     "profile",
     "Attention through the whole depth",
-    "Every layer in the order in which it runs: median of the heads, quartiles (band) and extremes "
-    "(lines). Windows and lengths are each stage’s own.",
     (4.6, 3.6),
     applies=lambda model: True,
 )
 def draw_profile(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """Both metrics through the unrolled depth."""
+    """Every layer in the order in which it runs: median of the heads, quartiles (band) and
+    extremes (lines). Windows and lengths are each stage’s own."""
     axes = canvas.subplots(2, 1, sharex=True)
     names = {"pre": "pre", "post": "post"}
     names |= {str(iteration.index): str(iteration.resolution) for iteration in model.iterations}
@@ -287,15 +279,14 @@ def draw_profile(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]
 @drawing(
     "lens",
     "Logit lens: at which loop does the answer appear?",
-    "Above: the loss if the loop ended at this state, read through f_post (the last one is the "
-    "model’s own loss) or by the final norm and head alone. Below: at which state the most likely "
-    "token first is what it will be at the end, and stays so. At up to "
-    f"{LENS_POSITIONS} positions of each sequence.",
     (4.6, 4.0),
     applies=lambda model: "lens" in model,
 )
 def draw_lens(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """Loss if the loop ended at each state, and where the answer appears."""
+    """Above: the loss if the loop ended at this state, read through f_post (the last one is the
+    model’s own loss) or by the final norm and head alone. Below: at which state the most likely
+    token first is what it will be at the end, and stays so. At a fixed draw of
+    positions where a sequence is long."""
     top, bottom = canvas.subplots(2, 1, sharex=True, height_ratios=(1.25, 1))
     x = np.arange(len(model["lens"]["loss"]))
     top.plot(x, model["lens"]["loss"], "o-", color=BLUE, ms=4, lw=1.2, label="through post")
@@ -328,12 +319,11 @@ def draw_lens(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -
 @drawing(
     "updates",
     "How far each iteration moves the state",
-    "Means over tokens; bars are two standard errors over sequences.",
     (4.6, 2.6),
     applies=lambda model: "updates" in model,
 )
 def draw_updates(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """Size of each iteration's update and how far the state moves."""
+    """Means over tokens; bars are two standard errors over sequences."""
     ax, turn = canvas.subplots(1, 2, width_ratios=(1.4, 1))
     x = np.arange(len(model.iterations))
     curves = (
@@ -341,18 +331,15 @@ def draw_updates(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]
         ("change", "o--", ORANGE, "change ‖h′-h‖ / ‖h‖"),
     )
     for key, style, colour, label in curves:
-        error = np.nan_to_num(2 * model["updates"][f"{key}_error"])
-        kwargs = {"color": colour, "ms": 4, "lw": 1.2, "capsize": 2, "label": label}
-        ax.errorbar(x, model["updates"][key], error, fmt=style, **kwargs)
+        errors = model["updates"][f"{key}_error"]
+        _with_errors(ax, x, model["updates"][key], errors, style, color=colour, label=label)
     others = [f["updates"][k] for f in everyone for k in ("size", "change")]
     top = np.nanmax(np.concatenate([*others, [0.1]]))
     ax.set_ylim(0, 1.1 * top)
     ax.set_ylabel("relative to the state")
     ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderpad=0)
-    error = np.nan_to_num(2 * model["updates"]["cosine_error"])
-    turn.errorbar(
-        x, model["updates"]["cosine"], error, fmt="D-", color=GREEN, ms=4, lw=1.2, capsize=2
-    )
+    errors = model["updates"]["cosine_error"]
+    _with_errors(turn, x, model["updates"]["cosine"], errors, "D-", color=GREEN)
     lowest = min(float(np.nanmin([*f["updates"]["cosine"], 1])) for f in everyone)
     turn.set_ylim(min(0.0, lowest - 0.05), 1.03)
     turn.set_title("cosine of h and h′", loc="left")
@@ -365,13 +352,12 @@ def draw_updates(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]
 @drawing(
     "cka",
     "Similarity of states (CKA)",
-    "Linear CKA with the unbiased estimator, of the loop state before the loop and after each "
-    "iteration: 1 means the same up to rotation and scale.",
     (3.4, 2.9),
     applies=lambda model: "cka" in model,
 )
 def draw_cka(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """Similarity of the states between iterations."""
+    """Linear CKA with the unbiased estimator, of the loop state before the loop and after each
+    iteration: 1 means the same up to rotation and scale."""
     ax = canvas.subplots()
     names = _state_names(model)
     _heatmap(ax, model["cka"], names, names, Normalize(0, 1))
@@ -380,15 +366,14 @@ def draw_cka(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) ->
 @drawing(
     "routing",
     "MeSH routing",
-    "Means over tokens. Above: the slots into which v and each update ũ are written, and the slots "
-    "that each state reads. Below: the coefficients of each state over the embeddings x, the "
-    "pre-loop output v and the updates so far; and the same weighted by their norms.",
     (5.6, 4.6),
     applies=lambda model: "routing" in model,
     needs="topology mesh",
 )
 def draw_routing(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """MeSH: slots written and read, coefficients of each state, and what they amount to."""
+    """Means over tokens. Above: the slots into which v and each update ũ are written, and the
+    slots that each state reads. Below: the coefficients of each state over the embeddings x,
+    the pre-loop output v and the updates so far; and the same weighted by their norms."""
     axes = canvas.subplots(2, 2, width_ratios=(1, 1))
     count, slots = model["routing"]["write"].shape
     states = _state_names(model, lines=False)
@@ -412,9 +397,6 @@ def draw_routing(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]
 @drawing(
     "chunks",
     "Inside a chunk: aggregation and allocation",
-    "How much each place of a chunk gives to its latent (α) and how much of the update it is dealt "
-    "(β), as multiples of an even share; lines are one standard deviation over chunks. The update "
-    "dealt to place ρ reaches the token s places later. Evenness is entropy over log g.",
     (4.8, 3.4),
     applies=lambda model: any(
         model.profile(name, iteration)
@@ -424,7 +406,9 @@ def draw_routing(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]
     needs="chunks with learned aggregation or allocation",
 )
 def draw_chunks(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """α and β by place in the chunk, as multiples of an even share."""
+    """How much each place of a chunk gives to its latent (α) and how much of the update it is
+    dealt (β), as multiples of an even share; lines are one standard deviation over chunks. The
+    update dealt to place ρ reaches the token s places later. Evenness is entropy over log g."""
     coarse = [iteration for iteration in model.iterations if iteration.chunk > 1]
     axes = canvas.subplots(2, len(coarse), sharey="row", squeeze=False)
     colours = plots.shades(len(model.iterations))
@@ -436,10 +420,7 @@ def draw_chunks(canvas: Canvas, model: ModelResult, everyone: list[ModelResult])
             if profile is None:
                 ax.text(0.5, 0.5, "fixed", transform=ax.transAxes, ha="center", color=GREY)
             else:
-                mean, spread = (
-                    profile["mean"] * iteration.chunk,
-                    profile["spread"] * iteration.chunk,
-                )
+                mean, spread = (profile[key] * iteration.chunk for key in ("mean", "spread"))
                 kwargs = {"ecolor": GREY, "capsize": 1.5, "error_kw": {"lw": 0.6}}
                 low = np.minimum(spread, mean)
                 colour = colours[iteration.index]
@@ -457,15 +438,14 @@ def draw_chunks(canvas: Canvas, model: ModelResult, everyone: list[ModelResult])
 @drawing(
     "position",
     "Loss by position, and within chunks",
-    "Loss of the token predicted at each position; below, its excess over the mean by the place in "
-    "the chunk of the token that predicts, with two standard errors over sequences; beside it the "
-    "same less the control’s on the same text, where there is one. With the right-shift the latent "
-    "of a chunk is known only from its last place on.",
     (4.6, 4.8),
     applies=lambda model: True,
 )
 def draw_position(canvas: Canvas, model: ModelResult, everyone: list[ModelResult]) -> None:
-    """Loss by position in the sequence, and by place in a chunk."""
+    """Loss of the token predicted at each position; below, its excess over the mean by the
+    place in the chunk of the token that predicts, with two standard errors over sequences;
+    beside it the same less the control’s on the same text, where there is one. With the
+    right-shift the latent of a chunk is known only from its last place on."""
     phases = model["loss"]["phases"]
     heights = [1.3] + [1] * len(phases)
     top, *rest = canvas.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -486,13 +466,11 @@ def draw_position(canvas: Canvas, model: ModelResult, everyone: list[ModelResult
     for ax, phase in zip(rest, phases, strict=True):
         g = int(phase["chunk"])
         ax.axhline(0, color=GREY, lw=0.7)
-        error = np.nan_to_num(2 * phase["error"])
-        style: dict[str, Any] = {"ms": 3, "capsize": 2, "lw": 0.9}
-        ax.errorbar(np.arange(g), phase["excess"], error, fmt="s", color=ORANGE, **style)
+        _with_errors(ax, np.arange(g), phase["excess"], phase["error"], "s", color=ORANGE)
         if "against" in phase:
-            error = np.nan_to_num(2 * phase["against_error"])
-            style |= {"color": BLUE, "mfc": "white", "label": "less the control’s"}
-            ax.errorbar(np.arange(g) + 0.12, phase["against"], error, fmt="o", **style)
+            style = {"color": BLUE, "mfc": "white", "label": "less the control’s"}
+            beside = np.arange(g) + 0.12
+            _with_errors(ax, beside, phase["against"], phase["against_error"], "o", **style)
             if ax is rest[0]:
                 ax.legend(loc="lower right", borderpad=0, bbox_to_anchor=(1, 0.97))
         ax.set_ylim(-limit, limit)
@@ -501,6 +479,13 @@ def draw_position(canvas: Canvas, model: ModelResult, everyone: list[ModelResult
         ax.set_ylabel(f"excess, g = {g}")
     if rest:
         rest[-1].set_xlabel("place of the token in its chunk")
+
+
+def _with_errors(
+    ax: Axes, x: np.ndarray, values: np.ndarray, errors: np.ndarray, style: str, **kwargs: Any
+) -> None:
+    """Bars of two standard errors; none where a single sequence has no error."""
+    ax.errorbar(x, values, np.nan_to_num(2 * errors), fmt=style, ms=4, lw=1.2, capsize=2, **kwargs)
 
 
 def _heatmap(

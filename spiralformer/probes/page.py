@@ -11,8 +11,8 @@ import numpy as np
 from spiralformer.console import count
 from spiralformer.files import write_text
 from spiralformer.probes import diagram, figures, result
-from spiralformer.probes.metrics import window
-from spiralformer.probes.result import METRICS, SYMBOLS, ModelResult, ProbeResult
+from spiralformer.probes.metrics import METRICS, window
+from spiralformer.probes.result import SYMBOLS, ModelResult, ProbeResult
 from spiralformer.templates import render
 
 PAGE = "report.html"
@@ -46,7 +46,6 @@ def html(probed: ProbeResult, panels: dict[str, list[tuple[str, bytes]]]) -> str
         verdicts=result.verdicts,
         overall=result.overall,
         against_control=result.against_control,
-        rule=result.RULE,
         titles=result.TITLES,
         numbers=result.NUMBERS,
         tokens_seen=result.TOKENS_SEEN,

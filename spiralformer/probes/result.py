@@ -176,17 +176,6 @@ def _arrays(value: Any) -> Any:
 # ---------------------------------------------------------------------------- the verdict
 
 EXPECTED = {"entropy": -1, "local_mass": +1}  # from the coarsest to the finest iteration
-RULE = (
-    "The paper says that entropy falls and local attention mass rises from the coarsest to the "
-    "finest iteration. Each head is compared with itself: its value at the finest iteration less "
-    "that at the coarsest (iterations of equal resolution keep the order of the loop). “Yes”: the "
-    "mean of these differences has the paper’s sign and lies more than two standard errors over "
-    "heads from zero, and the mean over heads never steps the other way in between. “Partly”: it "
-    "steps the other way somewhere. “Opposite”: the mean difference is clear and has the other "
-    "sign. “No”: it is not clear. “Geometry”: it is clear, but a head that attends to all earlier "
-    "keys alike moves as far in the same direction, only because the iterations have different "
-    "lengths and windows; an untrained model gets this."
-)
 
 
 @dataclass(frozen=True)
