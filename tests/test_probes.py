@@ -223,15 +223,15 @@ def test_the_trace_holds_the_loops_states_and_updates(config, length):
 
 def test_the_lens_at_the_last_state_is_the_models_own_answer():
     model, ids = build(SPIRAL), tokens(3, 40)
-    found = probe(model, list(ids))
+    result = probe(model, list(ids))
     with torch.no_grad():
         logits = model(ids)[:, :-1]
     own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
     right = (logits.argmax(-1) == ids[:, 1:]).double().mean().item()
-    assert found["loss"]["mean"] == pytest.approx(own)
-    assert found["lens"]["loss"][-1] == pytest.approx(own)
-    assert found["lens"]["accuracy"][-1] == pytest.approx(right)
-    assert found["lens"]["settled"].sum() == pytest.approx(1)
+    assert result["loss"]["mean"] == pytest.approx(own)
+    assert result["lens"]["loss"][-1] == pytest.approx(own)
+    assert result["lens"]["accuracy"][-1] == pytest.approx(right)
+    assert result["lens"]["settled"].sum() == pytest.approx(1)
 
 
 def test_a_lens_on_some_positions_sees_the_same_as_on_all(monkeypatch):
@@ -239,16 +239,16 @@ def test_a_lens_on_some_positions_sees_the_same_as_on_all(monkeypatch):
     model, ids = build(SPIRAL), tokens(1, 60)
     monkeypatch.setattr(metrics, "LENS_POSITIONS", 20)
     monkeypatch.setattr(metrics, "CKA_POSITIONS", 20)
-    found = probe(model, list(ids))
+    result = probe(model, list(ids))
     chosen = metrics.positions(59, 20)
     assert len(set(chosen.tolist())) == 20
     assert set((chosen % 4).tolist()) == {0, 1, 2, 3}  # every place of a chunk
     with torch.no_grad():
         logits = model(ids)[0, :-1]
     losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-    assert found["lens"]["loss"][-1] == pytest.approx(losses[chosen].mean().item())
-    assert found["loss"]["mean"] == pytest.approx(losses.mean().item())  # this one is of all
-    assert np.isfinite(found["cka"]).all()
+    assert result["lens"]["loss"][-1] == pytest.approx(losses[chosen].mean().item())
+    assert result["loss"]["mean"] == pytest.approx(losses.mean().item())  # this one is of all
+    assert np.isfinite(result["cka"]).all()
 
 
 def test_blocks_of_queries_do_not_change_the_metrics(monkeypatch):
@@ -310,14 +310,14 @@ def test_update_sizes_leave_out_the_tokens_that_no_update_reaches():
     model, ids = build(SPIRAL.replace(topology="anchor")), tokens(1, 21)
     with torch.no_grad(), watching(model) as trace:
         model(ids)
-    found = probe(model, list(ids))["updates"]
-    for it, update in zip(SPIRAL.iterations, trace.updates, strict=True):
-        h, after = trace.states[it.index][0], trace.states[it.index + 1][0]
-        reached = range(it.shift, 21)
+    result = probe(model, list(ids))["updates"]
+    for iteration, update in zip(SPIRAL.iterations, trace.updates, strict=True):
+        h, after = trace.states[iteration.index][0], trace.states[iteration.index + 1][0]
+        reached = range(iteration.shift, 21)
         sizes = [(update[0, i].norm() / h[i].norm()).item() for i in reached]
         changes = [((after[i] - h[i]).norm() / h[i].norm()).item() for i in reached]
-        assert found["size"][it.index] == pytest.approx(np.mean(sizes))
-        assert found["change"][it.index] == pytest.approx(np.mean(changes))
+        assert result["size"][iteration.index] == pytest.approx(np.mean(sizes))
+        assert result["change"][iteration.index] == pytest.approx(np.mean(changes))
 
 
 def test_aggregation_is_seen_by_place_and_by_token():
@@ -326,8 +326,8 @@ def test_aggregation_is_seen_by_place_and_by_token():
     with torch.no_grad():  # token 5 gets far more weight than any other
         model.scalings[0].downscale.scorer.weight.copy_(3 * model.embedding.weight[5])
         model.embedding.weight[:8] -= model.embedding.weight[:8].mean(0)
-    found = probe(model, list(ids))["aggregation"][0]
-    lifts = {text: lift for text, lift, _ in found["tokens"]}
+    result = probe(model, list(ids))["aggregation"][0]
+    lifts = {text: lift for text, lift, _ in result["tokens"]}
     assert max(lifts, key=lifts.get) == "#5"
 
     h = model.embed(ids).detach()
@@ -338,14 +338,14 @@ def test_aggregation_is_seen_by_place_and_by_token():
             alpha = score[start : start + 4].softmax(0)
             sums += alpha.numpy() / (30 * 10)
             lift_of_5 += [4 * a.item() for a, t in zip(alpha, row[start:], strict=False) if t == 5]
-    np.testing.assert_allclose(found["mean"], sums)
+    np.testing.assert_allclose(result["mean"], sums)
     assert lifts["#5"] == pytest.approx(np.mean(lift_of_5))
 
 
 def test_allocation_shares_sum_to_one():
-    found = probe(build(SPIRAL), list(tokens(3, 40)))
-    for it, profile in zip(SPIRAL.iterations, found["allocation"], strict=True):
-        if it.chunk == 1:
+    result = probe(build(SPIRAL), list(tokens(3, 40)))
+    for iteration, profile in zip(SPIRAL.iterations, result["allocation"], strict=True):
+        if iteration.chunk == 1:
             assert profile is None
         else:
             assert profile["mean"].sum() == pytest.approx(1)
@@ -384,13 +384,13 @@ def test_an_operator_that_says_nothing_of_its_weights_is_probed_all_the_same():
 
 
 def test_mesh_routing_weights_are_distributions_over_slots():
-    found = probe(build(SPIRAL), list(tokens(3, 40)))["routing"]
+    result = probe(build(SPIRAL), list(tokens(3, 40)))["routing"]
     for key in ("write", "read"):
-        assert found[key].shape == (4, 6)
-        np.testing.assert_allclose(found[key].sum(1), 1)
-    np.testing.assert_allclose(found["share"].sum(1), 1)
-    assert (np.triu(found["coefficients"], 2) == 0).all()  # a state knows no later update
-    np.testing.assert_allclose(found["coefficients"][:, 0], found["read"][:, 0])  # x is in slot 0
+        assert result[key].shape == (4, 6)
+        np.testing.assert_allclose(result[key].sum(1), 1)
+    np.testing.assert_allclose(result["share"].sum(1), 1)
+    assert (np.triu(result["coefficients"], 2) == 0).all()  # a state knows no later update
+    np.testing.assert_allclose(result["coefficients"][:, 0], result["read"][:, 0])  # x is in slot 0
 
 
 def test_loss_by_place_finds_a_cost_where_it_was_planted():
@@ -406,7 +406,7 @@ def test_the_control_is_held_against_the_model_sequence_by_sequence():
     models = [probe(build(SPIRAL, seed), ids, grids=grids) for seed in (0, 1)]
     numbers = ProbeResult("text", models, [], 32)
     numbers.compare_losses()
-    phase, other = (found["loss"]["phases"][0] for found in models)
+    phase, other = (result["loss"]["phases"][0] for result in models)
     difference = phase["each"] - other["each"]
     assert difference.shape == (6, 4)
     np.testing.assert_allclose(phase["against"], phase["excess"] - other["excess"], atol=1e-12)
@@ -420,10 +420,10 @@ def test_the_control_is_held_against_the_model_sequence_by_sequence():
 def made_up(values: np.ndarray, layout: str = "0+1x{1/4,1/2,1}+0") -> ModelResult:
     """The result of a model with 16 heads, whose entropies and LAMs are these (T, heads)."""
     config = SPIRAL.replace(layout=layout, hidden_size=64, num_heads=16, rotary_fraction=0.5)
-    found = probe(build(config), [tokens(64)])
+    result = probe(build(config), [tokens(64)])
     for t, row in enumerate(values):
-        found["attention"][str(t)] = {"entropy": row[None], "local_mass": row[None]}
-    return found
+        result["attention"][str(t)] = {"entropy": row[None], "local_mass": row[None]}
+    return result
 
 
 def test_the_verdict_follows_its_rule():
@@ -431,8 +431,8 @@ def test_the_verdict_follows_its_rule():
 
     def words(*means: float, layout: str = "0+1x{1/4,1/2,1}+0") -> tuple[str, str]:
         rows = np.array([m + noise * (1 + t) for t, m in enumerate(means)])
-        found = made_up(rows, layout)
-        return judge(found, "entropy", "all").word, judge(found, "local_mass", "all").word
+        result = made_up(rows, layout)
+        return judge(result, "entropy", "all").word, judge(result, "local_mass", "all").word
 
     assert words(0.8, 0.6, 0.5) == ("yes", "opposite")
     assert words(0.8, 0.85, 0.5) == ("partly", "opposite")
@@ -448,12 +448,14 @@ def test_a_shift_that_uniform_attention_makes_too_is_called_geometry():
         layout="0+1x{1/4,1/2,1}+0", hidden_size=64, num_heads=16, rotary_fraction=0.5
     )
     heads = []
-    for it in config.iterations:
-        heads.append(metrics.uniform_reference(it.chunks(64), metrics.window(it.resolution))[1])
+    for iteration in config.iterations:
+        heads.append(
+            metrics.uniform_reference(iteration.chunks(64), metrics.window(iteration.resolution))[1]
+        )
     jitter = 1e-3 * np.random.default_rng(0).standard_normal((3, 16))
-    found = made_up(np.array(heads)[:, None] + jitter - jitter.mean(1, keepdims=True))
-    assert judge(found, "local_mass", "all").word == "geometry"
-    assert "does not show" in overall(found)
+    result = made_up(np.array(heads)[:, None] + jitter - jitter.mean(1, keepdims=True))
+    assert judge(result, "local_mass", "all").word == "geometry"
+    assert "does not show" in overall(result)
 
 
 # ---------------------------------------------------------------------------- figures and report
@@ -570,7 +572,7 @@ def test_numbers_are_strict_json_and_come_back_exactly(compared, tmp_path):
     numbers = ProbeResult.load(compared)
     numbers.save(tmp_path)
     assert (tmp_path / "numbers.json").read_text() == text
-    assert [found.name for found in numbers.models] == ["spiral", "looped"]
+    assert [result.name for result in numbers.models] == ["spiral", "looped"]
     assert numbers.models[0].sequences == 4
 
 
@@ -621,14 +623,14 @@ def test_names_with_markup_cannot_break_the_page(compared):
 @settings(max_examples=30)
 @given(configs(max_chunk=20))
 def test_the_diagram_reads_only_complete_chunks_and_is_well_formed(config):
-    for it in config.iterations:
+    for iteration in config.iterations:
         for i in range(50):
-            j = diagram.reads(it, i)
-            if i < it.shift:
+            j = diagram.reads(iteration, i)
+            if i < iteration.shift:
                 assert j is None
             else:
-                members = [k for k in range(100) if (k + it.offset) // it.chunk == j]
-                assert i - it.shift in members
+                members = [k for k in range(100) if (k + iteration.offset) // iteration.chunk == j]
+                assert i - iteration.shift in members
                 assert members[-1] <= i  # complete when it is read
     root = ElementTree.fromstring(diagram.svg(config))
     assert root.tag.endswith("svg")
@@ -660,14 +662,14 @@ def test_the_diagram_tells_the_papers_example():
 )
 def test_every_member_of_the_family_can_be_probed(layout, topology):
     config = SPIRAL.replace(layout=layout, topology=topology)
-    found = probe(build(config), list(tokens(3, 40)))
+    result = probe(build(config), list(tokens(3, 40)))
     depth = min(config.parsed_layout.cores)
     for metric in ("entropy", "local_mass"):
-        assert found.delta(metric).shape == (depth, 2)  # heads are compared by (layer, head)
-        assert np.isfinite(found.delta(metric)).all()
-        heads = found.heads(metric, "all")
+        assert result.delta(metric).shape == (depth, 2)  # heads are compared by (layer, head)
+        assert np.isfinite(result.delta(metric)).all()
+        heads = result.heads(metric, "all")
         assert heads.shape == (config.num_iterations, depth * 2)
-    assert ("routing" in found) == (topology == "mesh")
+    assert ("routing" in result) == (topology == "mesh")
 
 
 # ---------------------------------------------------------------------------- bad input

@@ -15,11 +15,11 @@ from typing import Any
 
 from spiralformer import paper
 from spiralformer.evaluate.run import write as write_text
-from spiralformer.probes.report import html_table, page
 from spiralformer.study.conduct import Bench, Results
 from spiralformer.study.figures import draw
 from spiralformer.study.judge import NOISY, NOT_RUN, NOT_SEEN, RULE, SEEN, Found
 from spiralformer.study.lab import Lab, data_identity
+from spiralformer.templates import render
 
 CHIPS = {SEEN: "yes", NOT_SEEN: "no", NOISY: "partly", NOT_RUN: "not"}
 CSS = "\n.chip{min-width:9.5em}.about{font-size:1.05rem}figure img{max-width:1000px}"
@@ -302,23 +302,32 @@ def html(results: Results, figures: dict[str, bytes]) -> str:
         f"<li>{escape(family)}: {escape(tuned.says())}</li>"
         for family, tuned in results.tuned.items()
     )
-    return page(
-        study.title,
-        [
+    return render(
+        "parts.html",
+        title=study.title,
+        parts=[
             f"<h1>{escape(study.title)}</h1><p class=about>{escape(study.about)}</p>",
             f"<p class=dim>{escape(_setting(results))}</p>",
             f"<div class=note><ul>{told}</ul></div>" if told else "",
             f"<h2>Verdicts</h2><p class=overall>{escape(summary)}</p><dl>{items}</dl>",
             f"<details><summary>The rule</summary><p>{escape(RULE)}</p></details>",
             f"<p class=dim>Noise: {escape(_noise(results))}.</p>",
-            html_table("Table", head, rows),
+            _html_table(head, rows),
             f"<p class=dim>± is one standard deviation over seeds; ref. is "
             f"“{escape(study.reference)}”, compared seed by seed.</p>",
             *(_figure(name, png) for name, png in figures.items()),
             f"<h2>Learning rates</h2><ul>{lrs}</ul>",
         ],
-        CSS,
+        css=CSS,
     )
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join("<th>" + escape(cell) + "</th>" for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<h3>Table</h3><div class=scroll><table><tr>{top}</tr>{body}</table></div>"
 
 
 def _figure(name: str, png: bytes) -> str:
