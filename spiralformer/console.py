@@ -40,7 +40,7 @@ class Progress:
         self, label: str, total: float | None = None, unit: str = "", *, shown: bool = True
     ) -> None:
         self.label, self.total, self.unit, self.shown = label, total, unit, shown
-        self.done, self.note = 0.0, ""
+        self.done, self.note, self.begun = 0.0, "", 0.0
         self.live = shown and sys.stderr.isatty()
         self._bar: Any = None
 
@@ -64,6 +64,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def start(self, total: float | None, done: float = 0) -> None:
+        """Counting begins here, with `done` of it done at another time."""
+        self.total, self.done, self.begun = total, done, done
+        self.started = time.monotonic()
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         self.update(self.done + amount, note)
@@ -94,8 +99,9 @@ class Progress:
         parts[0] += f" {self.unit}" if self.unit else ""
         if self.note:
             parts.append(self.note)
-        if self.total and self.done:
-            left = (now - self.started) / self.done * max(self.total - self.done, 0)
+        if self.total and self.done > self.begun:
+            pace = (now - self.started) / (self.done - self.begun)
+            left = pace * max(self.total - self.done, 0)
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)
 

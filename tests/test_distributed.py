@@ -11,8 +11,7 @@ import pytest
 
 from spiralformer.data.prepare import Recipe, prepare
 from spiralformer.data.sources import find_sources
-from spiralformer.train.config import TrainConfig
-from spiralformer.train.loop import train
+from spiralformer.train import TrainConfig, train
 from tests.training import (
     SMALL,
     assert_close_weights,
@@ -128,7 +127,7 @@ def test_an_error_of_one_process_ends_all(make):
     config = make(batch=4, micro_batch=4)
     codes, errors = in_processes(config, 2)
     assert codes == [2, 2]
-    assert "batch 4 cannot be spread over 2 processes in micro-batches of 4" in errors[0]
+    assert "batch 4 cannot be divided among 2 processes in micro-batches of 4" in errors[0]
     train(make(out=config.out), quiet=True)
     codes, errors = in_processes(make(out=config.out, optim__lr=1.0), 2)  # found by the first only
     assert codes == [2, 2]

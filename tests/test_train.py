@@ -22,13 +22,14 @@ from spiralformer.cli import main
 from spiralformer.data.prepare import Recipe, prepare
 from spiralformer.data.sources import find_sources
 from spiralformer.data.tokenizer import load_tokenizer
+from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
+from spiralformer.files import CONFIGS
 from spiralformer.model_folder import load_model
-from spiralformer.train import loop
-from spiralformer.train.checkpoint import RunFolder, fault, read_state
-from spiralformer.train.config import Optim, TrainConfig
-from spiralformer.train.loop import Interrupted, train
-from spiralformer.train.optim import learning_rate, make_optimizer
+from spiralformer.train import Interrupted, RunFolder, TrainConfig, distributed, loop, run, train
+from spiralformer.train.checkpoint import fault, read_state, saved
+from spiralformer.train.config import Optim
+from spiralformer.train.optim import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizer
 from tests.training import (
     FORKS,
     MODEL,
@@ -42,7 +43,7 @@ from tests.training import (
     write_text,
 )
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+OLD = Path(__file__).parent / "fixtures" / "run-0.1"
 
 
 @pytest.fixture(scope="session")
@@ -106,19 +107,20 @@ def test_overrides_change_the_run_and_what_follows_from_the_model():
         ("model.layuot=3", "model: unknown field 'layuot'; did you mean 'layout'?"),
         ("model.layout=3x", "model: layout '3x': not a layout"),
         ("optim.lr=fast", "optim.lr 'fast' must be a number"),
-        ("optim.lr=-1", "optim.lr -1.0 must be a positive number"),
-        ("optim.betas=0.9", "optim.betas ['0.9'] must have 2 values"),
-        ("optim.warmup=2", "optim.warmup 2.0 must lie in 0 … 1"),
-        ("steps=1.5", "steps '1.5' must be a whole number"),
-        ("steps=nan", "steps 'nan' must be a whole number"),
-        ("seed=-1", "seed -1 must be at least 0"),
+        ("optim.lr=-1", "optim.lr -1 must be greater than 0"),
+        ("optim.betas=0.9", "optim.betas.1 is missing"),
+        ("optim.warmup=2", "optim.warmup 2 must be less than or equal to 1"),
+        ("steps=1.5", "steps 1.5 must be a whole number"),
+        ("steps=nan", "steps nan must be a finite number"),
+        ("seed=-1", "seed -1 must be greater than or equal to 0"),
         ("compile=maybe", "compile 'maybe' must be true or false"),
-        ("precision=fp8", "precision 'fp8' is unknown; choose one of auto, float32, bfloat16"),
-        ("length=2048", "length 2048 exceeds model.max_length 1024"),
+        ("precision=fp8", "precision 'fp8' must be 'auto', 'float32' or 'bfloat16'"),
+        ("length=2048", "length 2048 must lie in 1 … 1024, model.max_length"),
         ("length=8", "length 8 is too short for iteration 0"),
         ("micro_batch=7", "micro_batch 7 does not divide batch 512"),
         ("optim=3", "optim '3' must be a group of fields"),
-        ("save.keep=0", "save.keep 0 must be at least 1"),
+        ("save.keep=0", "save.keep 0 must be greater than or equal to 1"),
+        ("optim.name=sgd", "optim.name 'sgd' is unknown; choose one of adamw"),
         ("steps", "'steps': write field=value"),
     ],
 )
@@ -131,7 +133,7 @@ def test_a_wrong_setting_names_field_value_and_remedy(setting, message):
 def test_missing_data_and_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"data.path is missing"):
         TrainConfig.load("spiral-b-nano-mesh")
-    with pytest.raises(ConfigError, match=r"none.yaml: no such file"):
+    with pytest.raises(UserError, match=r"none.yaml: no such file"):
         TrainConfig.load("none.yaml")
     with pytest.raises(
         ConfigError, match="model: unknown preset 'spiral-b-namo-mesh'; the nearest"
@@ -175,6 +177,22 @@ def test_weight_decay_is_on_matrices_only(small):
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
 
 
+def test_an_entry_in_the_registry_is_an_optimiser_and_a_schedule(small, monkeypatch, poison):
+    """Also one that cannot skip a step on the device: the host looks."""
+    sgd = lambda groups, config: torch.optim.SGD(groups, lr=config.lr)
+    monkeypatch.setitem(OPTIMIZERS, "sgd", sgd)
+    monkeypatch.setitem(SCHEDULES, "linear", lambda done, steps: 1 - done / steps)
+    poison(9)
+    changes = {"optim__name": "sgd", "optim__schedule": "linear", "optim__lr": 0.5}
+    result = train(small(log__every=1, **changes), quiet=True)
+    lines = [record for record in result.metrics() if record["kind"] == "train"]
+    assert [line["lr"] for line in lines] == pytest.approx(
+        [0.5 * (0.1 + 0.9 * (1 - step / 12)) for step in range(1, 13)]
+    )
+    assert result.record["skipped"] == 1
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
 # ---------------------------------------------------------------------------- learning
 
 
@@ -204,7 +222,7 @@ def test_a_global_batch_weighs_every_token_alike(small, tmp_path, data):
     for micro in (1, 4):
         config = small(micro_batch=micro, out=str(tmp_path / str(micro)), epochs=1, steps=0)
         train(config, quiet=True)
-    stream = loop.open_split(data).stream
+    stream = open_split(data).stream
     assert len(stream) % 32, "the fixture should have a last window that is not full"
     assert_close_weights(tmp_path / "1", tmp_path / "4", rtol=1e-4, atol=1e-5)
 
@@ -212,7 +230,7 @@ def test_a_global_batch_weighs_every_token_alike(small, tmp_path, data):
 def test_validation_is_the_mean_over_the_validation_tokens(small, data):
     config = small(valid__tokens=0, valid__every=100)
     result = train(config, quiet=True)
-    model, stream = load_model(result.model), loop.open_split(data, "valid").stream
+    model, stream = load_model(result.model), open_split(data, "valid").stream
     losses = []
     with torch.no_grad():
         for start in range(0, len(stream), 32):
@@ -224,7 +242,7 @@ def test_validation_is_the_mean_over_the_validation_tokens(small, data):
     assert record["tokens"] == len(stream)
     assert record["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
-    text = loop.open_split(data, "valid").text_bytes
+    text = open_split(data, "valid").text_bytes
     bits = record["loss"] / math.log(2) * len(stream) / text
     assert record["bits_per_byte"] == pytest.approx(bits)
 
@@ -251,11 +269,37 @@ def test_bfloat16_is_close_to_float32(small, tmp_path):
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
 
 
-def test_auto_precision_says_what_it_chose(small, capsys):
-    train(small(precision="auto", steps=1))
-    fast = loop.has_fast_bfloat16(torch.device("cpu"))
-    chosen = "bfloat16 (auto: bfloat16 is fast" if fast else "float32 (auto: bfloat16 is not fast"
-    assert chosen in capsys.readouterr().err
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_precision_is_what_is_fast_and_stays_what_it_was(small, fast, monkeypatch, capsys):
+    monkeypatch.setattr(run, "bfloat16_is_fast", lambda device: fast)
+    config, chosen = small(precision="auto", steps=4, save__every=2), ("float32", "bfloat16")[fast]
+    train(config)
+    speed = "fast" if fast else "slow"
+    assert f"{chosen} (auto: bfloat16 is {speed} here)" in capsys.readouterr().err
+    # As if it had been stopped, and gone on where it is otherwise.
+    (Path(config.out) / "result.json").unlink()
+    shutil.rmtree(checkpoints(config)[-1])
+    monkeypatch.setattr(run, "bfloat16_is_fast", lambda device: not fast)
+    assert train(config).record["run"]["precision"] == chosen
+    assert f"{chosen} (auto: as it began)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bfloat16_where_it_is_slow_is_said(small, fast, monkeypatch, capsys):
+    monkeypatch.setattr(run, "bfloat16_is_fast", lambda device: fast)
+    train(small(precision="bfloat16", steps=1))
+    assert ("note: bfloat16 is slower" in capsys.readouterr().err) is not fast
+
+
+@pytest.mark.parametrize(("ratio", "fast"), [(0.5, True), (8.0, False)])
+def test_whether_bfloat16_is_fast_is_measured(ratio, fast, monkeypatch):
+    times = {torch.float32: 2e-3, torch.bfloat16: 2e-3 * ratio}
+    monkeypatch.setattr(distributed, "_seconds", lambda size, dtype, device: times[dtype])
+    assert distributed.bfloat16_is_fast.__wrapped__(torch.device("cpu")) is fast
+
+
+def test_the_measure_ends_on_this_device():
+    assert distributed.bfloat16_is_fast(torch.device("cpu")) in (True, False)
 
 
 @pytest.mark.slow
@@ -284,7 +328,7 @@ def test_metrics_between_two_lines_survive_a_stop(small, whole):
     stopped = small()
     timer = threading.Event()
 
-    class StopAfterFive(loop.Signals):
+    class StopAfterFive(run.Signals):
         @property
         def received(self):
             return signal.SIGINT if timer.is_set() else 0
@@ -294,7 +338,7 @@ def test_metrics_between_two_lines_survive_a_stop(small, whole):
             pass
 
     seen = []
-    original, loop.Signals = loop.Signals, StopAfterFive
+    original, run.Signals = run.Signals, StopAfterFive
     try:
         with pytest.raises(Interrupted, match="stopped by SIGINT after step 5 of 12, saved as"):
             # Validation is due after step 5, between the lines of steps 3 and 6.
@@ -304,7 +348,7 @@ def test_metrics_between_two_lines_survive_a_stop(small, whole):
                 watch=lambda r: (seen.append(r), r["step"] == 5 and timer.set()),
             )
     finally:
-        loop.Signals = original
+        run.Signals = original
     assert seen[-1]["kind"] == "valid"
     train(stopped, quiet=True)
     assert_same_run(whole, stopped.out)
@@ -366,6 +410,56 @@ def test_a_damaged_checkpoint_is_passed_over(small, whole, capsys):
     assert_same_run(whole, config.out)
 
 
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _flip(content: bytes, at: float) -> bytes:
+    changed = bytearray(content)
+    changed[int(at * (len(content) - 1))] ^= 1
+    return bytes(changed)
+
+
+DAMAGE = {
+    "missing": None,
+    "empty": lambda content: b"",
+    "cut in half": _cut,
+    "without its end": lambda content: content[:-2],
+    "longer": lambda content: content + b"\0",
+    "zeros": lambda content: bytes(len(content)),
+    "first byte": lambda content: _flip(content, 0),
+    "middle byte": lambda content: _flip(content, 0.5),
+    "halves exchanged": lambda content: content[len(content) // 2 :] + _cut(content),
+}
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "state.json", "files.json"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_every_kind_of_damage_to_a_checkpoint_is_noticed(whole, tmp_path, file, kind):
+    checkpoint = tmp_path / "step-00000012"
+    shutil.copytree(whole / "checkpoints" / checkpoint.name, checkpoint)
+    assert fault(checkpoint) is None
+    content, change = (checkpoint / file).read_bytes(), DAMAGE[kind]
+    if change is None:
+        (checkpoint / file).unlink()
+    else:
+        (checkpoint / file).write_bytes(change(content))
+    assert fault(checkpoint) is not None
+
+
+def test_a_run_of_version_0_1_goes_on_and_ends_as_it_would_have(tmp_path):
+    shutil.copytree(OLD, tmp_path / "old")
+    fields = json.loads((tmp_path / "old/run/train.json").read_text())
+    config = TrainConfig.from_dict(fields).override(
+        {"out": str(tmp_path / "old/run"), "data.path": str(tmp_path / "old/data")}
+    )
+    result = train(config, resume="must", quiet=True)
+    steps = [record["step"] for record in result.metrics() if record["kind"] == "train"]
+    assert steps == [3, 6, 9, 12]
+    assert result.record["train_loss"] == pytest.approx(4.080421765645345, rel=1e-6)
+    assert result.valid_loss == pytest.approx(4.035850286483765, rel=1e-6)
+
+
 def test_when_all_checkpoints_are_damaged_it_does_not_start_over_unasked(small):
     config = small()
     in_process(config, kill_at=9, with_signal=signal.SIGKILL)
@@ -391,7 +485,7 @@ def test_a_checkpoint_holds_everything_needed(small):
     assert state["run"]["optim.lr"] == 1e-2
     assert state["run"]["model.layout"] == MODEL["layout"]
     assert state["code"].startswith("spiralformer ")
-    stored = loop.Checkpoints(Path(config.out) / "checkpoints", 2, None).all()[0]
+    stored = saved(Path(config.out) / "checkpoints")[0]
     from torch.distributed.checkpoint import FileSystemReader
 
     names = FileSystemReader(stored).read_metadata().state_dict_metadata
@@ -518,7 +612,7 @@ class Poisoned(SpiralFormer):
 @pytest.fixture
 def poison(monkeypatch):
     def make(*bad: int) -> None:
-        monkeypatch.setattr(loop, "SpiralFormer", Poisoned)
+        monkeypatch.setattr(run, "SpiralFormer", Poisoned)
         monkeypatch.setattr(Poisoned, "bad", bad)
         monkeypatch.setattr(Poisoned, "calls", 0)
 
@@ -630,7 +724,7 @@ def test_the_command_trains_and_says_so_when_it_is_done(command, small, tmp_path
     assert "6 steps, 768 tokens" in out
     assert "bits per byte" in out
     assert str(tmp_path / "run" / "loss.png") in out
-    assert "step 6/6" in err
+    assert "step 6  validation loss" in err
     status, again, err = command(str(tmp_path / "run.yaml"), "steps=6")
     assert (status, again) == (0, out)
     assert "is finished (6 steps): nothing to do" in err
@@ -677,4 +771,4 @@ def test_help_names_every_field(command):
     _, out, _ = command("--help")
     for name in ("optim.weight_decay", "save.minutes", "nonfinite_limit", "sample.prompts"):
         assert name in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80

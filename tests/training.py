@@ -15,9 +15,8 @@ import torch
 
 from spiralformer.errors import UserError
 from spiralformer.model_folder import load_model
-from spiralformer.train.config import TrainConfig
-from spiralformer.train.log import TIMING, read_metrics
-from spiralformer.train.loop import Interrupted, train
+from spiralformer.train import Interrupted, TrainConfig, read_metrics, train
+from spiralformer.train.log import TIMING
 
 MODEL = {
     "layout": "1+1x{1/4,1/2,1}+1",

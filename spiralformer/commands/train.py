@@ -7,13 +7,17 @@ import os
 import sys
 
 from spiralformer.errors import UserError
+from spiralformer.files import packaged_config
+from spiralformer.presets import PRESETS
 from spiralformer.train.config import TrainConfig, describe_fields
 
 EPILOG = """\
-example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib batch=16 optim.lr=2e-3
+example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib batch=16 \\
+             optim.lr=2e-3
 
-The same command goes on from the last checkpoint in the run's folder. Stopped by Ctrl-C or SIGTERM,
-it finishes the step and saves first. For several processes see docs/distributed.md.
+The same command goes on from the last checkpoint in the run's folder. Stopped
+by Ctrl-C or SIGTERM, it finishes the step and saves first. For several
+processes see docs/distributed.md.
 
 fields, with their defaults:
 """
@@ -23,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (EPILOG + describe_fields()).replace("%", "%%")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="a .yaml or .json file, or the name of a model preset")
+    add(
+        "config",
+        metavar="CONFIG",
+        help="a .yaml or .json file, a recipe (stdlib, nano), or a model preset",
+    )
     add("settings", nargs="*", metavar="field=value", help="changes to it, for example steps=500")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from a checkpoint, or not at all")
@@ -35,19 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = TrainConfig.load(args.config, args.settings)
+    source = args.config if args.config in PRESETS else packaged_config(args.config)
+    config = TrainConfig.load(source, args.settings)
     if args.show:
         print(config.to_yaml(), end="")
         return 0
 
-    from spiralformer.train import log as report
-    from spiralformer.train.checkpoint import RunFolder
-    from spiralformer.train.loop import Interrupted, train
+    from spiralformer.train import Interrupted, RunFolder, log, train
 
     main = os.environ.get("RANK", "0") == "0"
-    resume = "must" if args.resume else "never" if args.fresh else "auto"
     try:
-        result = train(config, resume=resume, quiet=args.quiet)
+        result = train(
+            config,
+            resume="must" if args.resume else "never" if args.fresh else "auto",
+            quiet=args.quiet,
+        )
     except Interrupted as stop:
         if main:
             print(f"spiralformer train: {stop}", file=sys.stderr)
@@ -58,7 +68,17 @@ def run(args: argparse.Namespace) -> int:
         return 2  # the main process has said it
     if main:
         if result.record["samples"]:
-            print(report.sample_lines(result.record["samples"]) + "\n")
-        print(report.summary(result.record))
-        print(report.places(RunFolder(result.folder)))
+            print(log.sample_lines(result.record["samples"]) + "\n")
+        folder = RunFolder(result.folder)
+        places = {
+            "model": folder.model,
+            "losses": folder.losses,
+            "metrics": folder.metrics,
+            "TensorBoard": folder.tensorboard,
+            "samples": folder.samples,
+            "result": folder.result,
+        }
+        written = [(name, str(path)) for name, path in places.items() if path.exists()]
+        for name, text in log.summary(result.record) + written:
+            print(f"{name:<15}  {text}")
     return 0

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
 from spiralformer.model import SpiralFormer
-from spiralformer.model.operators import causal_shift
+from spiralformer.model.operators import causal_shift, to_grid
 from spiralformer.probes import GAMMA
 from spiralformer.probes.metrics import attention_metrics, window
 
@@ -42,9 +42,7 @@ class Trace:
     out: Tensor = field(init=False)  # B L D, normalised
     attention: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """stage → (2, B, H) of each layer: entropy and LAM. Absent where nothing was attended to."""
-    downscaled: list[tuple[Any, ...]] = field(default_factory=list)
-    """what S↓ of each iteration was given"""
-    upscaled: list[tuple[Any, ...]] = field(default_factory=list)  # likewise S↑
+    latents: list[Tensor] = field(default_factory=list)  # B N D each: z, as S↑ was given it
 
 
 def stages(config: SpiralConfig) -> dict[str, int]:
@@ -67,17 +65,13 @@ def watching(model: SpiralFormer, gamma: int = GAMMA) -> Iterator[Trace]:
     def after_pre(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         trace.v = output
 
-    def before_downscale(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        trace.downscaled.append(args)
-        before_state(name, module, args)
-
     def before_state(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal stage
         stage = name
         trace.states.append(args[0])
 
     def after_upscale(shift: int, module: nn.Module, args: Any, output: Tensor) -> None:
-        trace.upscaled.append(args)
+        trace.latents.append(args[0])
         trace.updates.append(causal_shift(output, shift, trace.x.shape[1]))
 
     def after_norm(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -96,7 +90,7 @@ def watching(model: SpiralFormer, gamma: int = GAMMA) -> Iterator[Trace]:
         model.norm.register_forward_hook(after_norm),
     ]
     for iteration, scaling in zip(config.iterations, model.scalings, strict=True):
-        entered = partial(before_downscale, str(iteration.index))
+        entered = partial(before_state, str(iteration.index))
         handles.append(scaling.downscale.register_forward_pre_hook(entered))
         left = partial(after_upscale, iteration.shift)
         handles.append(scaling.upscale.register_forward_hook(left))
@@ -137,20 +131,24 @@ def attention_rows(q: Tensor, k: Tensor, start: int, stop: int) -> Tensor:
 
 
 def aggregation_weights(model: SpiralFormer, trace: Trace, t: int) -> Tensor | None:
-    """α of iteration t, (B, N, G), zero at places before token 0; None where none is learned."""
-    return _ask(model.scalings[t].downscale, "weights", trace.downscaled[t])
+    """α of iteration t, (B, N, G); None where none is learned."""
+    downscale = model.scalings[t].downscale
+    return downscale.weights(trace.states[t]) if _says(downscale, "weights") else None
 
 
 def allocation_weights(model: SpiralFormer, trace: Trace, t: int) -> Tensor | None:
     """β of iteration t, (B, N, G), whatever the operator's gain; None where none is learned."""
-    dealt = _ask(model.scalings[t].upscale, "allocation", trace.upscaled[t])
-    return None if dealt is None else dealt / dealt.sum(-1, keepdim=True)
+    upscale = model.scalings[t].upscale
+    if not _says(upscale, "allocation"):
+        return None
+    members, real = to_grid(trace.states[t], model.config.iterations[t])
+    shares = upscale.allocation(trace.latents[t], upscale.push(None, members, real))
+    return shares / shares.sum(-1, keepdim=True)
 
 
-def _ask(operator: nn.Module, method: str, inputs: tuple[Any, ...]) -> Tensor | None:
-    """What a learned operator says of the inputs that it had, if it has this to say."""
-    learned = next(operator.parameters(), None) is not None
-    return getattr(operator, method)(*inputs) if learned and hasattr(operator, method) else None
+def _says(operator: nn.Module, method: str) -> bool:
+    """Whether an operator learns anything and can tell it."""
+    return hasattr(operator, method) and any(True for _ in operator.parameters())
 
 
 def has_routing(model: SpiralFormer) -> bool:

@@ -381,6 +381,8 @@ class Profile(Probe):
         for iteration in self.config.iterations:
             weights = self.weights(trace, ids, iteration)
             if weights is not None:
+                if iteration.offset:  # the first chunk has fewer members
+                    weights = weights[:, 1:]
                 weights, t = weights.double(), iteration.index
                 columns[f"{t}/mean"] = weights.mean(1)
                 columns[f"{t}/square"] = weights.square().mean(1)
@@ -417,9 +419,7 @@ class Aggregation(Profile, key="aggregation"):
     def weights(self, trace: Trace, ids: Tensor, iteration: Iteration) -> Tensor | None:
         alpha = capture.aggregation_weights(self.model, trace, iteration.index)
         if alpha is not None:
-            if iteration.offset:  # the first chunk has fewer members
-                alpha = alpha[:, 1:]
-            self.count_tokens(iteration, ids, alpha)
+            self.count_tokens(iteration, ids, alpha[:, 1:] if iteration.offset else alpha)
         return alpha
 
     def count_tokens(self, iteration: Iteration, ids: Tensor, alpha: Tensor) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from spiralformer.console import count
-from spiralformer.data.prepare import MANIFEST
-from spiralformer.data.shards import TokenStream
+from spiralformer.data.shards import MANIFEST, TokenStream
 from spiralformer.data.sources import ReadOptions, find_sources, read_documents
 from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.data.windows import open_split
@@ -103,7 +102,7 @@ def _read_text(data: str, folder: Path, limit: int, notes: list[str]) -> TokenSt
     )
     for text in filter(None, documents):
         read += len(text)
-        arrays += [*tokenizer.encode_batch([text]), end]
+        arrays += [tokenizer.tokens(text), end]
         if read >= limit:
             notes.append(f"only the first {read:,} characters of {data} were looked at")
             break

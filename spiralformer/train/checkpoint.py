@@ -1,26 +1,17 @@
-"""The folder of a run, and checkpoints in it that survive whatever stops the run.
+"""Checkpoints that survive whatever stops the run.
 
-    RUN/lock                    held by the process that trains here
-    RUN/train.json              the configuration
-    RUN/metrics.jsonl           a line for each record (see `report`)
-    RUN/checkpoints/step-…      the last few checkpoints
-    RUN/model                   the trained model, a Hugging Face folder
-    RUN/result.json             written last: the run is finished
+    step-…/*.distcp, .metadata    tensors, as torch.distributed.checkpoint has them
+    step-…/state.json             where the run stands, what it is, the code's version
+    step-…/files.json             sizes and checksums of all these
 
-A checkpoint is a torch.distributed.checkpoint, to be loaded on any number of processes, with
-`state.json` (where the run stands, its configuration, the code's version) and `files.json` (sizes
-and checksums) beside it. It is written under another name, checked, and renamed when complete."""
+They load on any number of processes. A checkpoint takes its name when it is complete and checked.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import json
-import os
 import re
 import shutil
-import socket
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,110 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from spiralformer.errors import UserError
+from spiralformer.files import digest, new_folder, read_json, write_json
 from spiralformer.train.distributed import Processes
 
 STATE, FILES, METADATA = "state.json", "files.json", ".metadata"
-PART = ".part"
-
-
-# ---------------------------------------------------------------------------- the run's folder
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "train.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def curve(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.txt"
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Makes the folder and keeps other processes out. The system lets go when this one ends."""
-        with writing(self.path):
-            names = set(os.listdir(self.path)) if self.path.is_dir() else set()
-            if names and not names & {"lock", self.config.name}:
-                raise UserError(
-                    f"{self.path}: exists and is not the folder of a run; choose another out"
-                )
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / "lock", "a+")  # noqa: SIM115
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                lock.seek(0)
-                holder = lock.read().strip() or "another process"
-                raise UserError(
-                    f"{self.path}: {holder} is training here; wait for it, stop it, or choose "
-                    "another out"
-                ) from None
-            with writing(self.path):
-                lock.truncate(0)
-                lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-                lock.flush()
-            yield
-
-    def clear(self) -> None:
-        """Removes what a run has written."""
-        for path in (self.checkpoints, self.tensorboard, self.model):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.result, self.curve, self.samples, self.config):
-            path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def writing(path: Path, note: str = "") -> Iterator[None]:
-    """What the system says against writing becomes an error that the user can act on."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or path}: cannot be written: {error.strerror or error}"
-            f"{note and '; ' + note}"
-        ) from None
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Beside its place, then renamed: the file is the old or the new one, never half of it."""
-    beside = path.with_name(path.name + PART)
-    with open(beside, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-# ---------------------------------------------------------------------------- checkpoints
 
 
 @dataclass(frozen=True)
@@ -154,39 +45,33 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> Path:
         """`state` is the run's own, as JSON, with the number of finished steps as "step"."""
         final = self.folder / f"step-{state['step']:08}"
-        part = self.folder / (final.name + PART)
         rank, main = self.processes.rank, self.processes.main
-        try:
-            with self._attempt(part):
+        with contextlib.ExitStack() as unnamed:
+            part: Any = None
+            with self._attempt(final):
                 if main:
-                    shutil.rmtree(part, ignore_errors=True)
-                    part.mkdir(parents=True)
-            with self._attempt(part), _alone():
+                    part = unnamed.enter_context(new_folder(final, replace=True))
+            part = self.processes.from_main(part)
+            with self._attempt(final), _alone():
                 dcp.save(
                     _tensors(model, optimizer, self.processes),
                     storage_writer=FileSystemWriter(part),
                     no_dist=self.processes.world == 1,
                 )
             own: dict[str, Any] = {}
-            with self._attempt(part):
+            with self._attempt(final):
                 own = {path.name: _describe(path) for path in part.glob(f"__{rank}_*.distcp")}
             described = self.processes.gather(own)
-            with self._attempt(part):
+            with self._attempt(final):
                 if main:
                     write_json(part / STATE, state)
-                    files = {name: about for found in described for name, about in found.items()}
+                    files = {name: about for each in described for name, about in each.items()}
                     files |= {name: _describe(part / name) for name in (METADATA, STATE)}
                     write_json(part / FILES, files)
                     if problem := fault(part, checksums=False):
                         raise RuntimeError(problem)
-                    shutil.rmtree(final, ignore_errors=True)
-                    os.rename(part, final)
-                    _sync(self.folder)
+                    unnamed.close()  # it takes its name
                     self._prune(final)
-        except BaseException:
-            if main:
-                shutil.rmtree(part, ignore_errors=True)
-            raise
         return final
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -211,65 +96,61 @@ class Checkpoints:
             else:
                 torch.set_rng_state(value)
 
-    def all(self) -> list[Path]:
-        """Those that have their final name, the newest first."""
-        names = re.compile(r"step-\d+")
-        found = self.folder.glob("step-*") if self.folder.is_dir() else ()
-        return sorted((p for p in found if names.fullmatch(p.name)), reverse=True)
-
-    def newest(self, notice: Callable[[str], None]) -> Path | None:
-        """The newest that is whole; damaged ones are named and passed over."""
-        damaged = []
-        for path in self.all():
-            problem = fault(path)
-            if problem is None:
-                return path
-            damaged.append(f"{path}: {problem}")
-            notice(f"{path} is damaged and passed over: {problem}")
-        if damaged:
-            raise UserError(
-                f"every checkpoint is damaged ({'; '.join(damaged)}); start anew with --fresh"
-            )
-        return None
-
     def note(self) -> str:
         """For messages of what went wrong."""
-        found = self.all()
-        return f"the last checkpoint is {found[0]}" if found else "there is no checkpoint yet"
+        paths = saved(self.folder)
+        return f"the last checkpoint is {paths[0]}" if paths else "there is no checkpoint yet"
 
     @contextlib.contextmanager
-    def _attempt(self, part: Path) -> Iterator[None]:
+    def _attempt(self, path: Path) -> Iterator[None]:
         """A part of saving that all processes finish, or none."""
         note = self.note()
-        with self.processes.together(), writing(part, note):
+        with self.processes.together():
             try:
                 yield
-            except (CheckpointException, RuntimeError) as error:
+            except (OSError, RuntimeError, CheckpointException, UserError) as error:
                 raise UserError(
-                    f"{part}: the checkpoint cannot be written: {_reason(error)}; {note}"
+                    f"{path}: the checkpoint cannot be written: {_reason(error)}; {note}"
                 ) from None
 
     def _prune(self, newest: Path) -> None:
-        for path in self.all()[self.keep :]:
-            if path != newest:
+        kept = {newest, *saved(self.folder)[: self.keep]}
+        for path in self.folder.iterdir():
+            if path not in kept and "step-" in path.name:  # older ones, and torn ones
                 shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob(f"step-*{PART}"):  # of a run that was killed
-            shutil.rmtree(path, ignore_errors=True)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+def saved(folder: Path) -> list[Path]:
+    """The checkpoints that have their name, the newest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), reverse=True)
+
+
+def newest_whole(folder: Path, notice: Callable[[str], None]) -> Path | None:
+    """Damaged ones are named and passed over."""
+    damaged = []
+    for path in saved(folder):
+        problem = fault(path)
+        if problem is None:
+            return path
+        damaged.append(f"{path}: {problem}")
+        notice(f"{path} is damaged and passed over: {problem}")
+    if damaged:
+        raise UserError(
+            f"every checkpoint is damaged ({'; '.join(damaged)}); start anew with --fresh"
+        )
+    return None
 
 
 def fault(checkpoint: Path, checksums: bool = True) -> str | None:
     """What is wrong with a checkpoint, if anything."""
     try:
-        files = json.loads((checkpoint / FILES).read_text(encoding="utf-8"))
+        files = read_json(checkpoint / FILES)
         for name, expected in files.items():
             size = (checkpoint / name).stat().st_size
             if size != expected["size"]:
                 return f"{name} has {size:,} bytes in place of {expected['size']:,}"
-            if checksums and _describe(checkpoint / name) != expected:
+            if checksums and digest(checkpoint / name) != expected["sha256"][:16]:
                 return f"the checksum of {name} differs"
         for item in FileSystemReader(checkpoint).read_metadata().storage_data.values():
             if item.offset + item.length > files[item.relative_path]["size"]:
@@ -280,6 +161,10 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
     except Exception as error:  # whatever a damaged file leads to
         return f"cannot be read ({error})"
     return None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    return read_json(checkpoint / STATE)
 
 
 def _tensors(
@@ -305,18 +190,7 @@ def _alone() -> Iterator[None]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"size": path.stat().st_size, "sha256": digest}
-
-
-def _sync(folder: Path) -> None:
-    """A rename lasts when the folder that holds the name is on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"size": path.stat().st_size, "sha256": digest(path)}
 
 
 def _reason(error: BaseException) -> str:
@@ -324,4 +198,4 @@ def _reason(error: BaseException) -> str:
         rank, (cause, _) = next(iter(error.failures.items()))
         reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         return reason if len(error.failures) == 1 and rank == 0 else f"{reason} (process {rank})"
-    return str(error).splitlines()[0]
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]

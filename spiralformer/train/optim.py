@@ -1,46 +1,73 @@
-"""AdamW as the paper uses it: what decays, the learning rate of a step, clipping, skipped steps."""
+"""Optimisers and schedules by name; the update of a step, clipped, or skipped if not finite.
+
+To add one, write the function and enter it in `OPTIMIZERS` or `SCHEDULES`; `optim.name` and
+`optim.schedule` of the recipe then take its name. PyTorch is imported when one is built: the recipe
+needs the names alone."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
-from spiralformer.train.config import Optim
+    from spiralformer.train.config import Optim
+
+Groups = list[dict[str, Any]]  # parameters with a weight decay, as torch.optim takes them
 
 
-def make_optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
-    """Weight decay on parameters of two or more dimensions: linear maps, embedding and head, but
-    not biases and norms. Fused, so that a step is one pass over the weights and can be skipped on
-    the device (see `update`)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+def adamw(groups: Groups, config: Optim) -> torch.optim.Optimizer:
+    """Fused: a step is one pass over the weights, and can be skipped on the device."""
+    import torch
+
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+def cosine(done: int, steps: int) -> float:
+    return (1 + math.cos(math.pi * done / steps)) / 2
+
+
+OPTIMIZERS: dict[str, Callable[[Groups, Optim], torch.optim.Optimizer]] = {"adamw": adamw}
+# Of the way from the peak (1) to `optim.final` of it (0), what is left after `done` of the `steps`
+# that follow the warm-up.
+SCHEDULES: dict[str, Callable[[int, int], float]] = {"cosine": cosine}
+
+
+def make_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
+    """Weight decay is on parameters of two or more dimensions: linear maps, embedding and head, but
+    not biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: Groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[config.name]([group for group in groups if group["params"]], config)
+
+
 def learning_rate(step: int, steps: int, config: Optim) -> float:
-    """Of step 0 … steps-1: a linear rise to the peak, then a cosine down to `final` of it, which
-    the last step has."""
+    """Of step 0 … steps-1: a linear rise to the peak, then the schedule down to `final` of it,
+    which the last step has."""
     warmup = round(config.warmup * steps)
     done = step + 1
     if done <= warmup:
         return config.lr * done / warmup
-    cosine = (1 + math.cos(math.pi * (done - warmup) / (steps - warmup))) / 2
-    return config.lr * (config.final + (1 - config.final) * cosine)
+    left = SCHEDULES[config.schedule](done - warmup, steps - warmup)
+    return config.lr * (config.final + (1 - config.final) * left)
 
 
 def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, loss: Tensor) -> Tensor:
     """Clips the gradients, takes the step and clears them. Returns the norm before clipping.
 
-    If the loss or the norm is not finite, nothing changes. The optimiser learns it as a gradient
-    scaler would tell it, through `found_inf`, so that the host need not wait for the device."""
+    If the loss or the norm is not finite, nothing changes. An optimiser that can skip a step on the
+    device is told as a gradient scaler would tell it, so that the host need not wait; for any other
+    the host waits and looks."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
@@ -49,7 +76,11 @@ def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, loss: Tenso
         clip_grads_with_norm_(parameters, clip, norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.found_inf = (~(norm.isfinite() & loss.isfinite())).to(torch.float32)  # type: ignore[attr-defined]
-    optimizer.step()
+    finite = norm.isfinite() & loss.isfinite()
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.step()
+    elif finite:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
