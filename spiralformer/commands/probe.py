@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spiralformer.console import Progress
 from spiralformer.errors import UserError
 from spiralformer.files import writing
-from spiralformer.probes import GAMMA
+from spiralformer.probes import GAMMA, NUMBERS
 
 if TYPE_CHECKING:
     from spiralformer.probes.result import ModelResult, ProbeResult
@@ -47,15 +47,14 @@ def run(args: argparse.Namespace) -> int:
     from spiralformer.probes import page
     from spiralformer.probes.result import ProbeResult
 
-    if args.redraw is not None:
-        probed = ProbeResult.load(Path(args.redraw))
-        folder = _folder(args.out or args.redraw)
-        if folder != Path(args.redraw):
-            probed.save(folder)
-    else:
-        folder = _folder(args.out)
+    folder = Path(args.out or args.redraw)
+    with writing(folder, "choose another --out"):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.redraw is None:
         _measure(args).save(folder)
-        probed = ProbeResult.load(folder)  # what is drawn is what can be redrawn
+    elif folder != Path(args.redraw):
+        ProbeResult.load(Path(args.redraw)).save(folder)
+    probed = ProbeResult.load(folder)  # what is drawn is what can be redrawn
     written = page.write(probed, folder)
     print(summary(probed))
     print(f"\n{written}, its figures and their numbers are written.")
@@ -63,24 +62,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """What can be known before anything heavy is imported."""
     if args.redraw is not None:
         if args.checkpoint or args.compare:
             raise UserError("--redraw draws from numbers alone; leave the checkpoints out")
+        if not (Path(args.redraw) / NUMBERS).is_file():
+            raise UserError(f"{args.redraw}: has no {NUMBERS}; `spiralformer probe` writes one")
         return
     if not args.checkpoint:
         raise UserError("name a model folder to probe, or --redraw DIR")
     if not args.out:
         raise UserError("say where to write with --out DIR")
+    for folder in (args.checkpoint, args.compare):
+        if folder and not Path(folder).is_dir():
+            raise UserError(f"{folder}: no such folder")
     for name, least in (("samples", 1), ("length", 2), ("gamma", 1), ("batch", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name} {value} must be at least {least}")
-
-
-def _folder(path: str) -> Path:
-    with writing(path, "choose another --out"):
-        Path(path).mkdir(parents=True, exist_ok=True)
-    return Path(path)
 
 
 def _measure(args: argparse.Namespace) -> ProbeResult:

@@ -6,3 +6,4 @@ verdict, `figures`, `diagram` and `page` are made from the result alone.
 """
 
 GAMMA = 32  # tokens in the local window, at full resolution
+NUMBERS = "numbers.json"  # the file that a result is kept in

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from spiralformer import plots
 from spiralformer.console import count
 from spiralformer.files import write_text
-from spiralformer.probes import diagram, figures, result
-from spiralformer.probes.metrics import METRICS, window
+from spiralformer.probes import diagram, figures, metrics, result
 from spiralformer.probes.result import SYMBOLS, ModelResult, ProbeResult
 from spiralformer.templates import render
 
@@ -20,48 +20,47 @@ PAGE = "report.html"
 
 def write(probed: ProbeResult, folder: Path) -> Path:
     """The figures, the diagrams and the page; all from the numbers alone. Gives the page."""
-    panels = figures.write_figures(probed.models, folder / "figures")
+    pictures = {}
+    for drawing in figures.DRAWINGS:
+        models = [model for model in probed.models if drawing.applies(model)]
+        if models:
+            figure = figures.render(drawing, models)
+            path = folder / "figures" / drawing.name
+            plots.save(figure, path.with_suffix(".png"))
+            pictures[drawing.name] = plots.save(figure, path.with_suffix(".svg")).read_bytes()
     for k, model in enumerate(probed.models):
         name = "diagram.svg" if k == 0 else f"diagram-{k + 1}.svg"
         write_text(folder / "figures" / name, diagram.svg(model.config) + "\n")
-    write_text(folder / PAGE, html(probed, panels))
+    write_text(folder / PAGE, html(probed, pictures))
     return folder / PAGE
 
 
-def html(probed: ProbeResult, panels: dict[str, list[tuple[str, bytes]]]) -> str:
-    """The page; `panels` are the SVGs of each drawing, model by model."""
+def html(probed: ProbeResult, pictures: dict[str, bytes]) -> str:
+    """The page; `pictures` are the SVG files of the drawings, by name."""
     return render(
         "probe.html",
         title="Probe of " + " and ".join(model.name for model in probed.models),
-        result=probed,
-        models=probed.models,
+        probed=probed,
         notes=notes(probed),
-        panels={
-            name: [(model, base64.b64encode(svg).decode()) for model, svg in shown]
-            for name, shown in panels.items()
-        },
+        pictures={name: base64.b64encode(svg).decode() for name, svg in pictures.items()},
         drawings=figures.DRAWINGS,
+        width=lambda drawing: round(
+            132 * drawing.size[0] * sum(map(drawing.applies, probed.models))
+        ),
         inapplicable=figures.inapplicable,
         diagram=diagram.svg,
-        verdicts=result.verdicts,
-        overall=result.overall,
-        against_control=result.against_control,
-        titles=result.TITLES,
-        numbers=result.NUMBERS,
-        tokens_seen=result.TOKENS_SEEN,
+        result=result,
         amount=amount,
         preferred=preferred,
-        table=lambda model: table(model, probed.gamma),
+        table=table,
         count=count,
     )
 
 
 def notes(probed: ProbeResult) -> list[str]:
     """What could not be done as asked."""
-    return [
-        *probed.notes,
-        *(f"{model.name}: {line}" for model in probed.models for line in model.skipped),
-    ]
+    skipped = [f"{model.name}: {line}" for model in probed.models for line in model.skipped]
+    return [*probed.notes, *skipped]
 
 
 def amount(model: ModelResult) -> str:
@@ -74,7 +73,7 @@ def amount(model: ModelResult) -> str:
 
 
 def preferred(model: ModelResult) -> list[tuple[str, Any, Any]]:
-    """By iteration, the tokens that self-aggregation prefers and those that it passes over, with
+    """By iteration, the tokens that the aggregation prefers and those that it passes over, with
     their lift."""
     rows = []
     for iteration in model.iterations:
@@ -93,37 +92,35 @@ def _visible(text: str) -> str:
 def table(model: ModelResult, gamma: int) -> tuple[list[str], list[list[str]]]:
     """Head and rows: by iteration, or by layer where there is no loop."""
     if not model.iterations:
-        layers = zip(*(model["attention"]["pre"][metric] for metric in METRICS), strict=True)
-        rows = [[str(n), *(_number(heads.mean()) for heads in m)] for n, m in enumerate(layers)]
-        return ["layer", *SYMBOLS.values()], rows
-    head = ["iteration", "g", "ω", "s", "n", "window"]
-    head += [f"{s}\n{w}" for s in SYMBOLS.values() for w in ("all", "dynamic", "uniform")]
-    head += ["update", "change", "cosine", "lens\nloss", "lens\nright", "settles\nhere"]
-
-    def lens(state: int) -> list[str]:
-        shares = (model["lens"][key][state] for key in ("accuracy", "settled"))
-        return [_number(model["lens"]["loss"][state]), *map(_percent, shares)]
-
-    rows = [["before the loop", *[""] * (len(head) - 4), *lens(0)]]
-    for iteration in model.iterations:
-        t = iteration.index
-        cells = [f"{t} at {iteration.resolution}"]
-        geometry = (iteration.chunk, iteration.offset, iteration.shift)
-        cells += map(str, (*geometry, iteration.chunks(model.lengths[1])))
-        cells.append(str(window(iteration.resolution, gamma)))
-        for metric in METRICS:
-            for heads in ("all", "dynamic"):
-                values = model.heads(metric, heads)[t]
-                cells.append(_number(values.mean() if values.size else np.nan))
-            cells.append(_number(model["reference"][metric][t]))
-        cells += [_number(model["updates"][key][t]) for key in ("size", "change", "cosine")]
-        rows.append(cells + lens(t + 1))
-    return head, rows
+        attention = model["attention"]["pre"]
+        means = {SYMBOLS[metric]: heads.mean(1) for metric, heads in attention.items()}
+        return _cells({"layer": range(len(attention["entropy"])), **means})
+    loop = model.iterations
+    columns: dict[str, Any] = {
+        "iteration": [f"{each.index} at {each.resolution}" for each in loop],
+        "g": [each.chunk for each in loop],
+        "ω": [each.offset for each in loop],
+        "s": [each.shift for each in loop],
+        "n": [each.chunks(model.lengths[1]) for each in loop],
+        "window": [metrics.window(each.resolution, gamma) for each in loop],
+    }
+    for metric, symbol in SYMBOLS.items():
+        for heads in ("all", "dynamic"):
+            columns[f"{symbol}\n{heads}"] = metrics.mean(model.heads(metric, heads).T)
+        columns[f"{symbol}\nuniform"] = model["reference"][metric]
+    columns |= {name: model["updates"][name] for name in ("size", "change", "cosine")}
+    before = dict.fromkeys(columns, "") | {"iteration": "before the loop"}
+    columns = {name: [before[name], *values] for name, values in columns.items()}
+    for name, key in (("loss", "loss"), ("right", "accuracy"), ("settles", "settled")):
+        columns[f"lens\n{name}"] = model["lens"][key]
+    return _cells(columns)
 
 
-def _number(value: float) -> str:
-    return "–" if np.isnan(value) else f"{value:.3f}"
+def _cells(columns: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    def text(value: Any) -> str:
+        if not isinstance(value, float):  # as NumPy's are
+            return str(value)
+        return "–" if np.isnan(value) else f"{value:.3f}"
 
-
-def _percent(value: float) -> str:
-    return "–" if np.isnan(value) else f"{100 * value:.1f} %"
+    rows = zip(*columns.values(), strict=True)
+    return list(columns), [[text(value) for value in row] for row in rows]

@@ -22,6 +22,7 @@ from spiralformer.config import ConfigError, Iteration, SpiralConfig
 from spiralformer.console import count
 from spiralformer.errors import UserError
 from spiralformer.files import read_json, write_text
+from spiralformer.probes import NUMBERS
 from spiralformer.probes.metrics import (
     METRICS,
     cross_loop_range,
@@ -31,7 +32,6 @@ from spiralformer.probes.metrics import (
 )
 
 FORMAT = 1
-NUMBERS = "numbers.json"
 
 TITLES = {"entropy": "Key-marginal entropy", "local_mass": "Local attention mass"}
 SYMBOLS = {"entropy": "H", "local_mass": "LAM"}
@@ -69,7 +69,7 @@ class ModelResult:
         """A short name of each iteration: its resolution, numbered where several are alike."""
         names = [str(iteration.resolution) for iteration in self.iterations]
         repeated = len(set(names)) < len(names)
-        return [f"{r}\nloop {t}" if repeated else r for t, r in enumerate(names)]
+        return [f"{r}\nt={t}" if repeated else r for t, r in enumerate(names)]
 
     def loop(self, metric: str) -> np.ndarray:
         """(T, layers, H) of the layers that every iteration has: untied cores may differ."""
@@ -125,8 +125,6 @@ class ProbeResult:
     @classmethod
     def load(cls, folder: Path) -> ProbeResult:
         path = folder / NUMBERS
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; `spiralformer probe` writes it")
         content = read_json(path)
         if content.pop("format", None) != FORMAT:
             raise UserError(f"{path}: not the numbers of a probe of this version")
