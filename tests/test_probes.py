@@ -22,6 +22,7 @@ from spiralformer.commands.probe import summary
 from spiralformer.data.shards import write_index
 from spiralformer.data.tokenizer import byte_tokenizer
 from spiralformer.errors import UserError
+from spiralformer.model.operators import DOWNSCALE, UPSCALE, causal_shift, to_grid
 from spiralformer.model_folder import save_model
 from spiralformer.plots import to_bytes
 from spiralformer.probes import capture, diagram, measure, metrics, page
@@ -210,10 +211,10 @@ def test_the_trace_holds_the_loops_states_and_updates(config, length):
         torch.testing.assert_close(model.head(trace.out), logits)
         assert len(trace.states) == config.num_iterations + 1
         if config.topology == "mesh":
-            for state, route in zip(trace.states, mesh_routing(model, trace), strict=True):
-                terms = torch.stack([trace.x, trace.v, *trace.updates], -1)
-                count = route.coefficients.shape[-1]
-                rebuilt = (terms[..., :count] * route.coefficients[..., None, :]).sum(-1)
+            terms = torch.stack([trace.x, trace.v, *trace.updates], -1)
+            routes = mesh_routing(model, trace)
+            for state, (_, _, weights) in zip(trace.states, routes, strict=True):
+                rebuilt = (terms[..., : weights.shape[-1]] * weights[..., None, :]).sum(-1)
                 torch.testing.assert_close(rebuilt, state, rtol=0, atol=1e-11)
         else:
             base = trace.v if config.topology == "anchor" else 0
@@ -342,14 +343,32 @@ def test_aggregation_is_seen_by_place_and_by_token():
     assert lifts["#5"] == pytest.approx(np.mean(lift_of_5))
 
 
-def test_allocation_shares_sum_to_one():
-    result = probe(build(SPIRAL), list(tokens(3, 40)))
-    for iteration, profile in zip(SPIRAL.iterations, result["allocation"], strict=True):
-        if iteration.chunk == 1:
-            assert profile is None
-        else:
-            assert profile["mean"].sum() == pytest.approx(1)
-            assert 0 < profile["evenness"] < 1
+@pytest.mark.parametrize("upscale", UPSCALE)
+@pytest.mark.parametrize("downscale", DOWNSCALE)
+def test_the_weights_of_every_operator_rebuild_what_it_did(downscale, upscale):
+    """Latents from α and updates from β, for whatever operators there are."""
+    config = SPIRAL.replace(layout="1+1x{1/4,1}+1", downscale=downscale, upscale=upscale)
+    model, ids = build(config), tokens(2, 43)
+    [iteration, full], [scaling, _] = config.iterations, model.scalings
+    pooled = []
+    scaling.downscale.register_forward_hook(lambda module, args, output: pooled.append(output))
+    with torch.no_grad(), watching(model) as trace:
+        model(ids)
+        alpha = capture.aggregation_weights(model, trace, 0)
+        beta = capture.allocation_weights(model, trace, 0)
+        learned = [any(True for _ in each.parameters()) for each in scaling.children()]
+        assert [alpha is not None, beta is not None] == learned
+        if alpha is not None:
+            members, real = to_grid(trace.states[0], iteration)
+            assert (alpha[:, ~real] == 0).all()
+            values = scaling.downscale.value(members)
+            torch.testing.assert_close((alpha[..., None] * values).sum(2), pooled[0])
+        if beta is not None:
+            shared = math.sqrt(4) * beta[..., None] * trace.latents[0][:, :, None]
+            update = causal_shift(shared.flatten(1, 2)[:, iteration.offset :], iteration.shift, 43)
+            torch.testing.assert_close(update, trace.updates[0])
+        assert capture.aggregation_weights(model, trace, full.index) is None
+        assert capture.allocation_weights(model, trace, full.index) is None
 
 
 def test_allocation_is_the_softmax_of_the_router_on_the_latents():

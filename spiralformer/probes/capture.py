@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spiralformer.config import SpiralConfig
+from spiralformer.config import Iteration, SpiralConfig
 from spiralformer.model import SpiralFormer
 from spiralformer.model.operators import causal_shift, to_grid
 from spiralformer.probes import GAMMA
@@ -55,49 +55,44 @@ def stages(config: SpiralConfig) -> dict[str, int]:
 @contextmanager
 def watching(model: SpiralFormer, gamma: int = GAMMA) -> Iterator[Trace]:
     """Fills a trace from the forward pass made inside. The model's own output stays as it is."""
-    trace, config = Trace(), model.config
-    stage = "pre"
+    trace, stage = Trace(), "pre"
 
-    def before_pre(module: nn.Module, args: tuple[Any, ...]) -> None:
-        nonlocal stage
-        stage, trace.x = "pre", args[0]
-
-    def after_pre(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        trace.v = output
-
-    def before_state(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal stage
         stage = name
-        trace.states.append(args[0])
+        if name == "pre":
+            trace.x = args[0]
+        else:
+            trace.states.append(args[0])
 
-    def after_upscale(shift: int, module: nn.Module, args: Any, output: Tensor) -> None:
-        trace.latents.append(args[0])
-        trace.updates.append(causal_shift(output, shift, trace.x.shape[1]))
-
-    def after_norm(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        trace.out = output
-
-    def before_attend(module: nn.Module, args: tuple[Any, ...]) -> None:
-        resolution = config.iterations[int(stage)].resolution if stage.isdigit() else Fraction(1)
+    def attend(module: nn.Module, args: tuple[Any, ...]) -> None:
+        resolution = Fraction(1)
+        if stage.isdigit():
+            resolution = model.config.iterations[int(stage)].resolution
         pairs = zip(*args[:2], strict=True)  # queries and keys of each sequence, (H, N, K)
         values = [_reduce_attention(q, k, window(resolution, gamma)) for q, k in pairs]
         trace.attention[stage].append(torch.stack(values, 1))
 
+    def leave(iteration: Iteration, module: nn.Module, args: Any, output: Tensor) -> None:
+        trace.latents.append(args[0])
+        trace.updates.append(causal_shift(output, iteration.shift, trace.x.shape[1]))
+
+    def keep(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        setattr(trace, name, output)
+
     handles = [
-        model.pre.register_forward_pre_hook(before_pre),
-        model.pre.register_forward_hook(after_pre),
-        model.post.register_forward_pre_hook(partial(before_state, "post")),
-        model.norm.register_forward_hook(after_norm),
+        model.pre.register_forward_pre_hook(partial(enter, "pre")),
+        model.pre.register_forward_hook(partial(keep, "v")),
+        model.post.register_forward_pre_hook(partial(enter, "post")),
+        model.norm.register_forward_hook(partial(keep, "out")),
     ]
-    for iteration, scaling in zip(config.iterations, model.scalings, strict=True):
-        entered = partial(before_state, str(iteration.index))
+    for iteration, scaling in zip(model.config.iterations, model.scalings, strict=True):
+        entered, left = partial(enter, str(iteration.index)), partial(leave, iteration)
         handles.append(scaling.downscale.register_forward_pre_hook(entered))
-        left = partial(after_upscale, iteration.shift)
         handles.append(scaling.upscale.register_forward_hook(left))
-    for stack in model.stacks():
-        for block in stack.blocks:
-            attend = block.get_submodule("attention.attend")
-            handles.append(attend.register_forward_pre_hook(before_attend))
+    for block in (block for stack in model.stacks() for block in stack.blocks):
+        attention = block.get_submodule("attention.attend")
+        handles.append(attention.register_forward_pre_hook(attend))
     try:
         yield trace
     finally:
@@ -155,20 +150,13 @@ def has_routing(model: SpiralFormer) -> bool:
     return hasattr(model.topology, "route")
 
 
-class Routing(NamedTuple):
-    """How MeSH made one state: h = r₀·x + Σ_k ⟨w⁽ᵏ⁾, r⟩·ũ⁽ᵏ⁾, ũ⁽⁻¹⁾ = v."""
-
-    write: Tensor  # B L M
-    read: Tensor  # B L M
-    coefficients: Tensor  # B L k: of x, of v, of each update so far
-
-
-def mesh_routing(model: SpiralFormer, trace: Trace) -> list[Routing]:
-    """Of h⁽⁰⁾, h⁽¹⁾, …: the routers' own weights, on the states that they saw."""
-    routes: list[Routing] = []
+def mesh_routing(model: SpiralFormer, trace: Trace) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each state h = r₀·x + Σ_k ⟨w⁽ᵏ⁾, r⟩·ũ⁽ᵏ⁾: the routers' own w and r, (B, L, M), on the
+    state that they saw, and the coefficients (B, L, k) of x, of v = ũ⁽⁻¹⁾ and of each update."""
+    routes, writes = [], []
     for router, h in zip(model.topology.routers, [trace.x, *trace.states[:-1]], strict=True):
         write, read = model.topology.route(router, h)
-        written = [*(route.write for route in routes), write]
-        products = [(w * read).sum(-1) for w in written]
-        routes.append(Routing(write, read, torch.stack([read[..., 0], *products], -1)))
+        writes.append(write)
+        products = [(w * read).sum(-1) for w in writes]
+        routes.append((write, read, torch.stack([read[..., 0], *products], -1)))
     return routes

@@ -347,17 +347,12 @@ class Routing(Probe, key="routing", applies=capture.has_routing):
         terms = [trace.x, trace.v, *trace.updates]
         norms = torch.stack([term.double().norm(dim=-1) for term in terms], -1)  # B L T+2
         columns: dict[str, list[Tensor]] = {}
-        for route in capture.mesh_routing(self.model, trace):
-            c = F.pad(route.coefficients.double(), (0, len(terms) - route.coefficients.shape[-1]))
-            weight = c * norms
-            for key, values in (
-                ("write", route.write.double()),
-                ("read", route.read.double()),
-                ("coefficients", c),
-                ("squares", c.square()),
-                ("share", weight / weight.sum(-1, keepdim=True)),
-            ):
-                columns.setdefault(key, []).append(values.mean(1))
+        for write, read, coefficients in capture.mesh_routing(self.model, trace):
+            c = F.pad(coefficients.double(), (0, len(terms) - coefficients.shape[-1]))
+            share = c * norms / (c * norms).sum(-1, keepdim=True)
+            route = {"write": write, "read": read, "coefficients": c, "share": share}
+            for key, values in {**route, "squares": c.square()}.items():
+                columns.setdefault(key, []).append(values.double().mean(1))
         return {key: torch.stack(values, 1) for key, values in columns.items()}
 
     def result(self) -> Any:
@@ -373,22 +368,25 @@ class Profile(Probe):
     """Weights (B, N, G) over the places of a chunk: for each iteration that learns them, mean and
     spread (G) and evenness (0 … 1); None where there are none, or no complete chunk."""
 
-    def weights(self, trace: Trace, ids: Tensor, iteration: Iteration) -> Tensor | None:
-        raise NotImplementedError
+    weights: Callable[[SpiralFormer, Trace, int], Tensor | None]
 
     def measure(self, trace: Trace, ids: Tensor) -> Columns:
         columns: Columns = {}
         for iteration in self.config.iterations:
-            weights = self.weights(trace, ids, iteration)
+            t = iteration.index
+            weights = self.weights(self.model, trace, t)
             if weights is not None:
-                if iteration.offset:  # the first chunk has fewer members
-                    weights = weights[:, 1:]
-                weights, t = weights.double(), iteration.index
+                first = 1 if iteration.offset else 0  # that chunk has fewer members
+                weights = weights[:, first:].double()
+                self.look(iteration, ids, weights)
                 columns[f"{t}/mean"] = weights.mean(1)
                 columns[f"{t}/square"] = weights.square().mean(1)
                 entropy = torch.special.entr(weights).sum(-1)
                 columns[f"{t}/even"] = entropy.mean(1) / math.log(iteration.chunk)
         return columns
+
+    def look(self, iteration: Iteration, ids: Tensor, weights: Tensor) -> None:
+        """At the weights of the chunks that are all tokens."""
 
     def result(self) -> list[dict[str, Any] | None]:
         return [self.profile(t) for t in range(self.config.num_iterations)]
@@ -404,30 +402,25 @@ class Profile(Probe):
 class Allocation(Profile, key="allocation"):
     """β: how much of the update each place is dealt."""
 
-    def weights(self, trace: Trace, ids: Tensor, iteration: Iteration) -> Tensor | None:
-        return capture.allocation_weights(self.model, trace, iteration.index)
+    weights = staticmethod(capture.allocation_weights)
 
 
 class Aggregation(Profile, key="aggregation"):
     """α: what each place of a chunk gives to its latent. And tokens, [text, lift, count] each:
     those with the highest and those with the lowest mean of g·α over their occurrences."""
 
+    weights = staticmethod(capture.aggregation_weights)
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.totals: dict[int, Tensor] = {}  # iteration → (2, V): sum of g·α, occurrences
+        shape = (run.model.config.num_iterations, 2, run.model.config.vocab_size)
+        self.totals = torch.zeros(shape, dtype=torch.float64)  # T 2 V: sum of g·α, occurrences
 
-    def weights(self, trace: Trace, ids: Tensor, iteration: Iteration) -> Tensor | None:
-        alpha = capture.aggregation_weights(self.model, trace, iteration.index)
-        if alpha is not None:
-            self.count_tokens(iteration, ids, alpha[:, 1:] if iteration.offset else alpha)
-        return alpha
-
-    def count_tokens(self, iteration: Iteration, ids: Tensor, alpha: Tensor) -> None:
-        g, first = iteration.chunk, -iteration.offset % iteration.chunk
-        members = ids[:, first : first + alpha.shape[1] * g].flatten().cpu()
-        lift = (g * alpha.double()).flatten().cpu()
-        vocab = self.config.vocab_size
-        totals = self.totals.setdefault(iteration.index, torch.zeros(2, vocab).double())
+    def look(self, iteration: Iteration, ids: Tensor, weights: Tensor) -> None:
+        first = -iteration.offset % iteration.chunk
+        members = ids[:, first : first + weights[0].numel()].flatten().cpu()
+        totals, vocab = self.totals[iteration.index], self.config.vocab_size
+        lift = (iteration.chunk * weights).flatten().cpu()
         totals[0] += torch.bincount(members, lift, minlength=vocab)
         totals[1] += torch.bincount(members, minlength=vocab)
 
