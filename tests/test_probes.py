@@ -1,6 +1,7 @@
 """Laws of the probes: closed forms, fidelity to the model, means, figures, and plain speaking."""
 
 import base64
+import dataclasses
 import json
 import math
 import os
@@ -562,25 +563,54 @@ def test_a_run_that_is_stopped_leaves_every_file_whole(probed, tmp_path, monkeyp
     assert files(tmp_path / "out") == before
 
 
+def named(name: str) -> drawings.Drawing:
+    return next(drawing for drawing in drawings.DRAWINGS if drawing.name == name)
+
+
 def test_a_control_is_drawn_side_by_side_where_a_figure_applies_to_it(compared):
     def width(name: str) -> float:
         text = (compared / "figures" / f"{name}.svg").read_text()
         return float(re.search(r'width="([\d.]+)pt"', text)[1]) / 72
 
-    sizes = {d.name: d.size[0] for d in drawings.DRAWINGS}
-    assert width("heads") == pytest.approx(2 * sizes["heads"])
-    assert width("chunks") == pytest.approx(sizes["chunks"])  # the control has no chunks
+    assert width("heads") == pytest.approx(2 * named("heads").size[0])
+    assert width("chunks") == pytest.approx(named("chunks").size[0])  # the control has no chunks
     page = (compared / "report.html").read_text()
     assert page.count("<img ") == 3
+
+
+@pytest.mark.parametrize("name", ["shift-all", "profile", "lens", "updates", "position"])
+def test_models_side_by_side_have_a_common_scale_that_shows_all_of_both(compared, name):
+    drawing = named(name)
+    shared, own = [], []
+
+    def draw(canvas, model):
+        shared.append(drawing.draw(canvas, model))
+        own.append([axis.get_view_interval() for axis in shared[-1]])
+        return shared[-1]
+
+    models = ProbeResult.load(compared).models
+    drawings.render(dataclasses.replace(drawing, draw=draw), models)
+    ends = np.array(own)  # model, axis, end
+    assert ends.size
+    wanted = np.stack([ends[..., 0].min(0), ends[..., 1].max(0)], -1)
+    for axes in shared:
+        np.testing.assert_array_equal([axis.get_view_interval() for axis in axes], wanted)
+
+
+def test_no_bar_of_a_chunk_is_cut_off(probed):
+    [model] = ProbeResult.load(probed).models
+    model["allocation"][1]["mean"] = np.array([0.0, 1.0])  # far from the even shares of the first
+    figure = drawings.render(named("chunks"), [model])
+    for ax in figure.subfigs[0].axes:
+        assert max(patch.get_height() for patch in ax.patches) < ax.get_ylim()[1]
 
 
 def test_figures_do_not_depend_on_the_users_matplotlib_settings(compared):
     import matplotlib
 
     models = ProbeResult.load(compared).models
-    drawing = next(d for d in drawings.DRAWINGS if d.name == "cka")
     with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "red", "savefig.dpi": 30}):
-        figure = drawings.render(drawing, models)
+        figure = drawings.render(named("cka"), models)
         for kind in ("png", "svg"):
             written = (compared / "figures" / f"cka.{kind}").read_bytes()
             assert to_bytes(figure, kind) == written
@@ -706,8 +736,8 @@ def test_a_model_without_a_loop_says_which_probes_apply(place, tmp_path, capsys)
         capsys, place / "plain", "--data", place / "text.txt", "--samples", 2, "--out", tmp_path
     )
     assert code == 0
-    assert "This model has no loop: attention by layer and loss by position apply" in said
-    assert "Logit lens: at which loop does the answer appear?: needs a loop" in said
+    assert "This model has no loop" in said
+    assert "not drawn: Logit lens: at which loop does the answer appear?: needs a loop" in said
     written = {p.name for p in (tmp_path / "figures").glob("*.svg")}
     assert written == {"profile.svg", "position.svg", "diagram.svg"}
     assert "What does not apply to plain" in (tmp_path / "report.html").read_text()
@@ -721,7 +751,7 @@ def test_a_text_shorter_than_a_chunk_is_probed_as_far_as_it_goes(place, tmp_path
     )
     assert code == 0
     assert "short.txt has only 3 tokens: one sequence of all of them was used" in said
-    assert "iteration 0 (resolution 1/8, chunks of 8) ran on nothing in 1 of 1" in said
+    assert "iteration 0 (resolution 1/8, chunks of 8), in 1 of 1 sequence, ran on nothing" in said
     assert "not measured" in said
     assert "ran on nothing" in (tmp_path / "out" / "report.html").read_text()
 

@@ -13,7 +13,7 @@ from spiralformer.files import writing
 from spiralformer.probes import GAMMA, NUMBERS
 
 if TYPE_CHECKING:
-    from spiralformer.probes.result import ModelResult, ProbeResult
+    from spiralformer.probes.result import ProbeResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,28 +150,17 @@ def _decoder(folder: Path) -> Callable[[int], str]:
 
 def summary(probed: ProbeResult) -> str:
     """The verdict, and what could not be done, in a few lines."""
-    from spiralformer.probes import page, result
+    from spiralformer.probes import figures, page, result
 
     lines = [f"note: {note}" for note in page.notes(probed)]
     for model in probed.models:
         loss = f"loss {model['loss']['mean']:.3f}"
         lines += ["", f"{model.name}  {model.config.layout}  {loss}  ({page.amount(model)})"]
-        lines += _verdict_lines(model)
+        lines.append(f"  {result.overall(model)}")
+        for verdict in result.verdicts(model):
+            label = f"{result.SYMBOLS[verdict.metric]}, {verdict.heads} heads"
+            lines.append(f"  {label:18} {verdict.word:10} {verdict.sentence}")
+        lines += [f"  not drawn: {line}" for line in figures.inapplicable(model)]
     for control in probed.models[1:]:
         lines += ["", *result.against_control(probed.models[0], control)]
     return "\n".join(lines).lstrip("\n")
-
-
-def _verdict_lines(model: ModelResult) -> list[str]:
-    from spiralformer.probes import figures, result
-
-    if not model.iterations:
-        return [
-            "  This model has no loop: attention by layer and loss by position apply; not so:",
-            *(f"    {line}" for line in figures.inapplicable(model)),
-        ]
-    lines = [f"  {result.overall(model)}"]
-    for verdict in result.verdicts(model):
-        label = f"{result.SYMBOLS[verdict.metric]}, {verdict.heads} heads"
-        lines.append(f"  {label:18} {verdict.word:10} {verdict.sentence}")
-    return lines

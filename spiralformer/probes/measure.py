@@ -90,17 +90,16 @@ def batches(sequences: Iterable[Tensor], size: int) -> Iterator[Tensor]:
 
 def skipped(config: SpiralConfig, lengths: list[int]) -> list[str]:
     """What some sequences were too short for."""
+    happened = (
+        f"ran on nothing: {min(lengths)} tokens make no complete chunk",
+        "saw a single chunk: an entropy needs two",
+    )
     notes = []
-    where = f"of {count(len(lengths), 'sequence')}"
-    for iteration in config.iterations:
-        chunks = [iteration.chunks(length) for length in lengths]
-        place = f"iteration {iteration.index} (resolution {iteration.resolution}, "
-        place += f"chunks of {iteration.chunk})"
-        if none := chunks.count(0):
-            tokens = f"{min(lengths)} tokens make no complete chunk"
-            notes.append(f"{place} ran on nothing in {none} {where}: {tokens}")
-        if one := chunks.count(1):
-            notes.append(f"{place} saw a single chunk in {one} {where}: an entropy needs two")
+    for each in config.iterations:
+        place = f"iteration {each.index} (resolution {each.resolution}, chunks of {each.chunk})"
+        for number, words in enumerate(happened):
+            if times := [each.chunks(length) for length in lengths].count(number):
+                notes.append(f"{place}, in {times} of {count(len(lengths), 'sequence')}, {words}")
     return notes
 
 
@@ -145,19 +144,13 @@ class Probe:
     def measure(self, trace: Trace, ids: Tensor) -> Columns:
         """The numbers of each sequence of a batch; a column may be absent, or NaN, where the
         sequences are too short for it."""
-        raise NotImplementedError
+        return {}
 
     def result(self) -> Any:
-        """All sequences together: unless said otherwise, the mean of each column. "a/b" becomes b
-        in a dictionary a."""
-        nested: dict[str, Any] = {}
-        for key in dict.fromkeys(key for row in self.rows for key in row):
-            *folders, name = key.split("/")
-            place = nested
-            for folder in folders:
-                place = place.setdefault(folder, {})
-            place[name] = self.mean(key)
-        return nested
+        """All sequences together: unless said otherwise, the mean of each column."""
+        return {
+            key: self.mean(key) for key in dict.fromkeys(key for row in self.rows for key in row)
+        }
 
     def add(self, columns: Columns, sequences: int) -> None:
         arrays = {key: v.detach().double().cpu().numpy() for key, v in columns.items()}
@@ -198,19 +191,18 @@ class Attention(Probe, key="attention", applies=always):
                 columns[f"{stage}/{metric}"] = values
         return columns
 
+    def result(self) -> Any:
+        stages = capture.stages(self.config)
+        return {s: {metric: self.mean(f"{s}/{metric}") for metric in METRICS} for s in stages}
+
 
 class Reference(Probe, key="reference", applies=always):
     """What uniform attention gives at the longest length: metric → (T)."""
 
-    def measure(self, trace: Trace, ids: Tensor) -> Columns:
-        return {}
-
     def result(self) -> Any:
-        longest = max(self.run.lengths)
+        gamma, longest = self.run.gamma, max(self.run.lengths)
         pairs = [
-            metrics.uniform_reference(
-                each.chunks(longest), metrics.window(each.resolution, self.run.gamma)
-            )
+            metrics.uniform_reference(each.chunks(longest), metrics.window(each.resolution, gamma))
             for each in self.config.iterations
         ]
         return dict(zip(METRICS, np.array(pairs).reshape(-1, 2).T, strict=True))

@@ -84,8 +84,8 @@ def cross_loop_range(values: np.ndarray) -> np.ndarray:
     return np.ptp(values[present], axis=0)
 
 
-def dynamic_heads(delta: np.ndarray, share: Fraction = DYNAMIC_SHARE) -> np.ndarray:
-    """The heads with the largest ranges: `share` of those that have one, rounded, at least one.
+def dynamic_heads(delta: np.ndarray) -> np.ndarray:
+    """The heads with the largest ranges: 40 % of those that have one, rounded, at least one.
 
     None at all where no head moves. Ties go to the lower layer, then the lower head.
     """
@@ -93,7 +93,7 @@ def dynamic_heads(delta: np.ndarray, share: Fraction = DYNAMIC_SHARE) -> np.ndar
     known = np.flatnonzero(~np.isnan(flat))
     chosen = np.zeros(flat.shape, bool)
     if known.size and flat[known].max() > NEGLIGIBLE:
-        count = max(1, math.floor(share * known.size + Fraction(1, 2)))
+        count = max(1, math.floor(DYNAMIC_SHARE * known.size + Fraction(1, 2)))
         chosen[known[np.argsort(-flat[known], kind="stable")[:count]]] = True
     return chosen.reshape(delta.shape)
 

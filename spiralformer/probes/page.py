@@ -108,7 +108,8 @@ def table(model: ModelResult, gamma: int) -> tuple[list[str], list[list[str]]]:
         for heads in ("all", "dynamic"):
             columns[f"{symbol}\n{heads}"] = metrics.mean(model.heads(metric, heads).T)
         columns[f"{symbol}\nuniform"] = model["reference"][metric]
-    columns |= {name: model["updates"][name] for name in ("size", "change", "cosine")}
+    for name, key in (("update", "size"), ("change", "change"), ("cosine", "cosine")):
+        columns[name] = model["updates"][key]
     before = dict.fromkeys(columns, "") | {"iteration": "before the loop"}
     columns = {name: [before[name], *values] for name, values in columns.items()}
     for name, key in (("loss", "loss"), ("right", "accuracy"), ("settles", "settled")):

@@ -185,6 +185,8 @@ class Verdict:
 
 
 def verdicts(model: ModelResult) -> list[Verdict]:
+    if not model.iterations:
+        return []
     return [judge(model, metric, heads) for metric in METRICS for heads in ("all", "dynamic")]
 
 
