@@ -599,7 +599,9 @@ def test_models_side_by_side_have_a_common_scale_that_shows_all_of_both(compared
 
 def test_no_bar_of_a_chunk_is_cut_off(probed):
     [model] = ProbeResult.load(probed).models
-    model["allocation"][1]["mean"] = np.array([0.0, 1.0])  # far from the even shares of the first
+    even, odd, _ = model["allocation"]
+    even |= {"mean": np.full(4, 0.25), "spread": np.zeros(4)}
+    odd |= {"mean": np.array([0.0, 1.0]), "spread": np.zeros(2)}
     figure = drawings.render(named("chunks"), [model])
     for ax in figure.subfigs[0].axes:
         assert max(patch.get_height() for patch in ax.patches) < ax.get_ylim()[1]
@@ -696,6 +698,27 @@ def test_the_diagram_tells_the_papers_example():
     )
     assert "nothing yet at iteration 0" in diagram.describe(config, 6)
     assert diagram.describe(config, 6).endswith("Decoding it runs the core of iteration 3.")
+
+
+def test_a_probe_is_one_class_and_a_figure_one_function(place, tmp_path, monkeypatch):
+    """Nothing else is touched for it to be measured, kept, drawn and shown."""
+    monkeypatch.setattr(measure, "PROBES", {**measure.PROBES})
+    monkeypatch.setattr(drawings, "DRAWINGS", [])
+
+    class Even(measure.Probe, key="even"):
+        def measure(self, trace, ids):
+            return {"share": (ids % 2 == 0).double().mean(1)}
+
+    @drawings.drawing("even", "Even tokens", (2, 2))
+    def draw(canvas, model):
+        """How many tokens are even."""
+        canvas.subplots().bar(["even"], [model["even"]["share"]])
+        return []
+
+    run_probe(tmp_path, place / "spiral", "--data", place / "text.txt", "--length", "48")
+    assert 0 < ProbeResult.load(tmp_path).models[0]["even"]["share"] < 1
+    assert {"figures/even.png", "figures/even.svg"} < files(tmp_path).keys()
+    assert "How many tokens are even." in (tmp_path / "report.html").read_text()
 
 
 # ---------------------------------------------------------------------------- which models
