@@ -35,23 +35,23 @@ def draw(data: str, folder: Path, vocab_size: int, wanted: int, length: int, see
     else:
         limit = max(CHARACTERS, 8 * wanted * length)
         stream, source = _read_text(data, folder, limit, notes), data
-    total = len(stream) // length
-    if total:
-        chosen = sorted(random.Random(seed).sample(range(total), min(wanted, total)))
-        windows = [stream.read(i * length, (i + 1) * length) for i in chosen]
-        if total < wanted:
-            notes.append(
-                f"{count(wanted, 'sequence')} were asked for; {source} has {total} of {length} "
-                "tokens, and all were used"
-            )
-    else:
-        windows = [stream.read(0, len(stream))]
-        if len(stream) < 2:
-            raise UserError(f"{data}: {count(len(stream), 'token')} in all; a probe needs two")
+    tokens = len(stream)
+    if tokens < 2:
+        raise UserError(f"{data}: {count(tokens, 'token')} in all; a probe needs two")
+    size = min(length, tokens)
+    total = tokens // size
+    if tokens < length:
         notes.append(
-            f"{source} has only {count(len(stream), 'token')}: one sequence of all of them was "
-            f"used in place of {wanted} of {length}"
+            f"{source} has only {count(tokens, 'token')}: one sequence of all of them was used in "
+            f"place of {wanted} of {length}"
         )
+    elif total < wanted:
+        notes.append(
+            f"{count(wanted, 'sequence')} were asked for; {source} has {total} of {length} "
+            "tokens, and all were used"
+        )
+    chosen = sorted(random.Random(seed).sample(range(total), min(wanted, total)))
+    windows = [stream.read(i * size, (i + 1) * size) for i in chosen]
     largest = max(int(window.max()) for window in windows)
     if largest >= vocab_size:
         raise UserError(
