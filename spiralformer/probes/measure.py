@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -233,9 +233,8 @@ class Loss(Probe, key="loss", applies=always):
 
     def by_place(self, losses: Tensor) -> Columns:
         """By position, and by place in a chunk once every iteration can reach the token."""
-        edges = position_edges(losses.shape[1])
         columns = {"mean": losses.mean(1)}
-        for start, stop in zip(edges, [*edges[1:], losses.shape[1]], strict=True):
+        for start, stop in pairwise(position_edges(losses.shape[1])):
             columns[f"position/{start}"] = losses[:, start:stop].mean(1)
         positions = torch.arange(losses.shape[1], device=losses.device)
         reached = [each.shift for each in self.config.iterations]
@@ -248,8 +247,7 @@ class Loss(Probe, key="loss", applies=always):
         return columns
 
     def result(self) -> dict[str, Any]:
-        last = max(self.run.lengths) - 1
-        edges = position_edges(last)
+        edges = position_edges(max(self.run.lengths) - 1)
         phases = []
         for g, offset in self.run.grids:
             key = f"phase/{g}/{offset}"
@@ -258,15 +256,15 @@ class Loss(Probe, key="loss", applies=always):
         return {
             "mean": float(self.mean("mean")),
             "error": float(np.nan_to_num(self.error("mean"))),
-            "edges": np.array([*edges, last], np.float64),
-            "by_position": np.array([self.mean(f"position/{edge}") for edge in edges]),
+            "edges": np.array(edges, np.float64),
+            "by_position": np.array([self.mean(f"position/{start}") for start in edges[:-1]]),
             "phases": phases,
         }
 
 
 def position_edges(count: int) -> list[int]:
-    """Where the bins of `count` positions begin: 0, 1, 2-3, 4-7, …"""
-    return [0, *(1 << k for k in range((count - 1).bit_length()))]
+    """Where the bins 0, 1, 2-3, 4-7, … of `count` positions begin, and the last one ends."""
+    return [0, *(1 << k for k in range((count - 1).bit_length())), count]
 
 
 class Lens(Probe, key="lens"):
