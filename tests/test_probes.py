@@ -1,10 +1,15 @@
 """Laws of the probes: closed forms, fidelity to the model, means, figures, and plain speaking."""
 
+import base64
+import dataclasses
 import json
 import math
+import os
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from fractions import Fraction
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -18,13 +23,15 @@ from spiralformer.commands.probe import summary
 from spiralformer.data.shards import write_index
 from spiralformer.data.tokenizer import byte_tokenizer
 from spiralformer.errors import UserError
+from spiralformer.model.operators import DOWNSCALE, UPSCALE, causal_shift, to_grid
 from spiralformer.model_folder import save_model
-from spiralformer.probes import Findings, Numbers, capture, collect, diagram, metrics, probe, report
+from spiralformer.plots import to_bytes
+from spiralformer.probes import capture, diagram, measure, metrics, page
 from spiralformer.probes import figures as drawings
 from spiralformer.probes import sequences as windows
 from spiralformer.probes.capture import attention_rows, mesh_routing, watching
-from spiralformer.probes.metrics import AttentionSums
-from spiralformer.probes.verdict import judge, overall
+from spiralformer.probes.measure import probe
+from spiralformer.probes.result import ModelResult, ProbeResult, judge, overall
 from tests.strategies import VOCAB, build, configs, tokens
 
 SIZES = {"hidden_size": 16, "num_heads": 2, "max_length": 64, "intermediate_size": 24}
@@ -33,12 +40,10 @@ SPIRAL = SpiralConfig(layout="1+2x{1/4,1/2,1}+1", vocab_size=VOCAB, **SIZES)
 
 def of_matrix(attention: np.ndarray, window: int, block: int | None = None) -> tuple[float, float]:
     """Entropy and LAM of one hand-built matrix."""
-    n = len(attention)
     rows = torch.from_numpy(attention)[None]
-    sums = AttentionSums(1, n, window)
-    for start in range(0, n, block or n):
-        sums.add(rows[:, start : start + (block or n)], start)
-    return sums.entropy().item(), sums.local_mass().item()
+    blocks = rows.split(block or len(attention), dim=1)
+    entropy, local_mass = metrics.attention_metrics(blocks, len(attention), window)
+    return entropy.item(), local_mass.item()
 
 
 # ---------------------------------------------------------------------------- closed forms
@@ -113,9 +118,9 @@ def test_cka_is_one_for_the_same_state_turned_and_scaled_and_near_zero_for_unrel
     x = torch.randn(60, 100, generator=generator, dtype=torch.float64)  # fewer tokens than width
     turn = torch.linalg.qr(torch.randn(100, 100, generator=generator, dtype=torch.float64))[0]
     other = torch.randn(60, 100, generator=generator, dtype=torch.float64)
-    found = metrics.cka(metrics.hsic([x, 3 * x @ turn + 5, other]))
-    assert found[0, 1] == pytest.approx(1)
-    assert abs(found[0, 2]) < 0.1  # the plain estimator says 0.6 here
+    similarity = metrics.cka(metrics.hsic(torch.stack([x, 3 * x @ turn + 5, other])).numpy())
+    assert similarity[0, 1] == pytest.approx(1)
+    assert abs(similarity[0, 2]) < 0.1  # the plain estimator says 0.6 here
 
 
 def test_hsic_equals_its_definition_as_a_mean_over_quadruples():
@@ -133,7 +138,7 @@ def test_hsic_equals_its_definition_as_a_mean_over_quadruples():
     total = sum(
         k[i, j] * m[i, j] + k[i, j] * m[q, r] - 2 * k[i, j] * m[i, q] for i, j, q, r in quadruples
     )
-    assert metrics.hsic([x, y])[0, 1] == pytest.approx(total / len(quadruples))
+    assert metrics.hsic(torch.stack([x, y]))[0, 1].item() == pytest.approx(total / len(quadruples))
 
 
 def test_an_answer_is_settled_where_it_appears_to_stay():
@@ -159,19 +164,25 @@ def test_captured_attention_is_the_models_own(config, length):
         model(ids)
     layout = config.parsed_layout
     stages = [("pre", layout.pre, length, Fraction(1))]
-    stages += [(it.index, it.layers, it.chunks(length), it.resolution) for it in config.iterations]
+    stages += [
+        (str(each.index), each.layers, each.chunks(length), each.resolution)
+        for each in config.iterations
+    ]
     stages += [("post", layout.post, length, Fraction(1))]
     expected = [
         (stage, layer, n, r) for stage, layers, n, r in stages if n for layer in range(layers)
     ]
-    assert list(trace.attention) == [(stage, layer) for stage, layer, _, _ in expected]
+    ran = [
+        (stage, layer) for stage, values in trace.attention.items() for layer in range(len(values))
+    ]
+    assert ran == [(stage, layer) for stage, layer, _, _ in expected]
     for (q, k, v, output), (stage, layer, n, r) in zip(seen, expected, strict=True):
         rows = attention_rows(q, k, 0, n)
         assert rows.shape == (config.num_heads, n, n)
         torch.testing.assert_close(rows.sum(-1), torch.ones_like(rows[..., 0]))
         assert (rows.triu(1) == 0).all()
         torch.testing.assert_close(rows @ v, output, rtol=0, atol=1e-12)
-        entropy, local_mass = trace.attention[stage, layer]
+        entropy, local_mass = trace.attention[stage][layer]
         for head in range(config.num_heads):
             wanted = of_matrix(rows[head].numpy(), math.ceil(7 * r))
             got = (entropy[0, head].item(), local_mass[0, head].item())
@@ -201,10 +212,10 @@ def test_the_trace_holds_the_loops_states_and_updates(config, length):
         torch.testing.assert_close(model.head(trace.out), logits)
         assert len(trace.states) == config.num_iterations + 1
         if config.topology == "mesh":
-            for state, route in zip(trace.states, mesh_routing(model.topology, trace), strict=True):
-                terms = torch.stack([trace.x, trace.v, *trace.updates], -1)
-                count = route.coefficients.shape[-1]
-                rebuilt = (terms[..., :count] * route.coefficients[..., None, :]).sum(-1)
+            terms = torch.stack([trace.x, trace.v, *trace.updates], -1)
+            routes = mesh_routing(model, trace)
+            for state, (_, _, weights) in zip(trace.states, routes, strict=True):
+                rebuilt = (terms[..., : weights.shape[-1]] * weights[..., None, :]).sum(-1)
                 torch.testing.assert_close(rebuilt, state, rtol=0, atol=1e-11)
         else:
             base = trace.v if config.topology == "anchor" else 0
@@ -214,15 +225,15 @@ def test_the_trace_holds_the_loops_states_and_updates(config, length):
 
 def test_the_lens_at_the_last_state_is_the_models_own_answer():
     model, ids = build(SPIRAL), tokens(3, 40)
-    found = probe(model, list(ids))
+    result = probe(model, list(ids))
     with torch.no_grad():
         logits = model(ids)[:, :-1]
     own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
     right = (logits.argmax(-1) == ids[:, 1:]).double().mean().item()
-    assert found.loss["mean"] == pytest.approx(own)
-    assert found.lens["loss"][-1] == pytest.approx(own)
-    assert found.lens["accuracy"][-1] == pytest.approx(right)
-    assert found.lens["settled"].sum() == pytest.approx(1)
+    assert result["loss"]["mean"] == pytest.approx(own)
+    assert result["lens"]["loss"][-1] == pytest.approx(own)
+    assert result["lens"]["accuracy"][-1] == pytest.approx(right)
+    assert result["lens"]["settled"].sum() == pytest.approx(1)
 
 
 def test_a_lens_on_some_positions_sees_the_same_as_on_all(monkeypatch):
@@ -230,33 +241,33 @@ def test_a_lens_on_some_positions_sees_the_same_as_on_all(monkeypatch):
     model, ids = build(SPIRAL), tokens(1, 60)
     monkeypatch.setattr(metrics, "LENS_POSITIONS", 20)
     monkeypatch.setattr(metrics, "CKA_POSITIONS", 20)
-    found = probe(model, list(ids))
+    result = probe(model, list(ids))
     chosen = metrics.positions(59, 20)
     assert len(set(chosen.tolist())) == 20
     assert set((chosen % 4).tolist()) == {0, 1, 2, 3}  # every place of a chunk
     with torch.no_grad():
         logits = model(ids)[0, :-1]
     losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-    assert found.lens["loss"][-1] == pytest.approx(losses[chosen].mean().item())
-    assert found.loss["mean"] == pytest.approx(losses.mean().item())  # this one is of all
-    assert np.isfinite(found.cka).all()
+    assert result["lens"]["loss"][-1] == pytest.approx(losses[chosen].mean().item())
+    assert result["loss"]["mean"] == pytest.approx(losses.mean().item())  # this one is of all
+    assert np.isfinite(result["cka"]).all()
 
 
 def test_blocks_of_queries_do_not_change_the_metrics(monkeypatch):
     model, ids = build(SPIRAL), tokens(1, 50)
     whole = probe(model, list(ids))
     monkeypatch.setattr(capture, "BLOCK", 300)
-    for stage, values in probe(model, list(ids)).attention.items():
+    for stage, values in probe(model, list(ids))["attention"].items():
         for metric, heads in values.items():
-            np.testing.assert_allclose(heads, whole.attention[stage][metric], atol=1e-13)
+            np.testing.assert_allclose(heads, whole["attention"][stage][metric], atol=1e-13)
 
 
 # ---------------------------------------------------------------------------- means
 
 
 def flat(value, path="") -> dict[str, np.ndarray]:
-    if isinstance(value, Findings):
-        value = vars(value)
+    if isinstance(value, ModelResult):
+        value = value.values
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list):
@@ -288,10 +299,10 @@ def test_a_mean_over_sequences_is_the_mean_of_each_ones_value():
     together = probe(model, list(ids))
     each = [probe(model, [row]) for row in ids]
     for stage in ("pre", "0", "1", "2", "post"):
-        wanted = np.mean([f.attention[stage]["entropy"] for f in each], axis=0)
-        np.testing.assert_allclose(together.attention[stage]["entropy"], wanted)
-    wanted = np.mean([f.updates["size"] for f in each], axis=0)
-    np.testing.assert_allclose(together.updates["size"], wanted)
+        wanted = np.mean([f["attention"][stage]["entropy"] for f in each], axis=0)
+        np.testing.assert_allclose(together["attention"][stage]["entropy"], wanted)
+    wanted = np.mean([f["updates"]["size"] for f in each], axis=0)
+    np.testing.assert_allclose(together["updates"]["size"], wanted)
 
 
 # ---------------------------------------------------------------------------- beyond the paper
@@ -301,14 +312,14 @@ def test_update_sizes_leave_out_the_tokens_that_no_update_reaches():
     model, ids = build(SPIRAL.replace(topology="anchor")), tokens(1, 21)
     with torch.no_grad(), watching(model) as trace:
         model(ids)
-    found = probe(model, list(ids)).updates
-    for it, update in zip(SPIRAL.iterations, trace.updates, strict=True):
-        h, after = trace.states[it.index][0], trace.states[it.index + 1][0]
-        reached = range(it.shift, 21)
+    result = probe(model, list(ids))["updates"]
+    for iteration, update in zip(SPIRAL.iterations, trace.updates, strict=True):
+        h, after = trace.states[iteration.index][0], trace.states[iteration.index + 1][0]
+        reached = range(iteration.shift, 21)
         sizes = [(update[0, i].norm() / h[i].norm()).item() for i in reached]
         changes = [((after[i] - h[i]).norm() / h[i].norm()).item() for i in reached]
-        assert found["size"][it.index] == pytest.approx(np.mean(sizes))
-        assert found["change"][it.index] == pytest.approx(np.mean(changes))
+        assert result["size"][iteration.index] == pytest.approx(np.mean(sizes))
+        assert result["change"][iteration.index] == pytest.approx(np.mean(changes))
 
 
 def test_aggregation_is_seen_by_place_and_by_token():
@@ -317,8 +328,8 @@ def test_aggregation_is_seen_by_place_and_by_token():
     with torch.no_grad():  # token 5 gets far more weight than any other
         model.scalings[0].downscale.scorer.weight.copy_(3 * model.embedding.weight[5])
         model.embedding.weight[:8] -= model.embedding.weight[:8].mean(0)
-    found = probe(model, list(ids)).aggregation[0]
-    lifts = {text: lift for text, lift, _ in found["tokens"]}
+    result = probe(model, list(ids))["aggregation"][0]
+    lifts = {text: lift for text, lift, _ in result["tokens"]}
     assert max(lifts, key=lifts.get) == "#5"
 
     h = model.embed(ids).detach()
@@ -329,43 +340,94 @@ def test_aggregation_is_seen_by_place_and_by_token():
             alpha = score[start : start + 4].softmax(0)
             sums += alpha.numpy() / (30 * 10)
             lift_of_5 += [4 * a.item() for a, t in zip(alpha, row[start:], strict=False) if t == 5]
-    np.testing.assert_allclose(found["mean"], sums)
+    np.testing.assert_allclose(result["mean"], sums)
     assert lifts["#5"] == pytest.approx(np.mean(lift_of_5))
 
 
-def test_allocation_shares_sum_to_one():
-    found = probe(build(SPIRAL), list(tokens(3, 40)))
-    for it, profile in zip(SPIRAL.iterations, found.allocation, strict=True):
-        if it.chunk == 1:
-            assert profile is None
-        else:
-            assert profile["mean"].sum() == pytest.approx(1)
-            assert 0 < profile["evenness"] < 1
+@pytest.mark.parametrize("upscale", UPSCALE)
+@pytest.mark.parametrize("downscale", DOWNSCALE)
+def test_the_weights_of_every_operator_rebuild_what_it_did(downscale, upscale):
+    """Latents from α and updates from β, for whatever operators there are."""
+    config = SPIRAL.replace(layout="1+1x{1/4,1}+1", downscale=downscale, upscale=upscale)
+    model, ids = build(config), tokens(2, 43)
+    [iteration, full], [scaling, _] = config.iterations, model.scalings
+    pooled = []
+    scaling.downscale.register_forward_hook(lambda module, args, output: pooled.append(output))
+    with torch.no_grad(), watching(model) as trace:
+        model(ids)
+        alpha = capture.aggregation_weights(model, trace, 0)
+        beta = capture.allocation_weights(model, trace, 0)
+        learned = [any(True for _ in each.parameters()) for each in scaling.children()]
+        assert [alpha is not None, beta is not None] == learned
+        if alpha is not None:
+            members, real = to_grid(trace.states[0], iteration)
+            assert (alpha[:, ~real] == 0).all()
+            values = scaling.downscale.value(members)
+            torch.testing.assert_close((alpha[..., None] * values).sum(2), pooled[0])
+        if beta is not None:
+            shared = math.sqrt(4) * beta[..., None] * trace.latents[0][:, :, None]
+            update = causal_shift(shared.flatten(1, 2)[:, iteration.offset :], iteration.shift, 43)
+            torch.testing.assert_close(update, trace.updates[0])
+        assert capture.aggregation_weights(model, trace, full.index) is None
+        assert capture.allocation_weights(model, trace, full.index) is None
+
+
+def test_allocation_is_the_softmax_of_the_router_on_the_latents():
+    model, ids = build(SPIRAL), tokens(1, 40)
+    latents = []
+    upscale = model.scalings[0].upscale
+    upscale.register_forward_pre_hook(lambda module, args: latents.append(args[0]))
+    profile = probe(model, list(ids))["allocation"][0]
+    with torch.no_grad():
+        beta = torch.softmax(latents[0] @ upscale.router.weight.T + upscale.router.bias, -1)
+    whole = beta[0, 1:]  # ω = 2: the first chunk is short and left out
+    np.testing.assert_allclose(profile["mean"], whole.mean(0))
+    np.testing.assert_allclose(profile["spread"], whole.std(0, correction=0))
+
+
+def test_an_operator_that_says_nothing_of_its_weights_is_probed_all_the_same():
+    """A class of its own name, learned, without `weights`, `allocation` or `route`."""
+
+    class First(torch.nn.Linear):
+        def forward(self, h):
+            return super().forward(h[:, ::4][:, : h.shape[1] // 4])
+
+    class Repeat(torch.nn.Linear):
+        def forward(self, z, h):
+            return super().forward(z).repeat_interleave(4, 1)
+
+    model = build(SPIRAL.replace(layout="0+1x{1/4,1}+0", offset="zero", topology="anchor"))
+    model.scalings[0].downscale = First(16, 16).double()
+    model.scalings[0].upscale = Repeat(16, 16).double()
+    result = probe(model, list(tokens(2, 40)))
+    assert result["aggregation"] == result["allocation"] == [None, None]
+    assert np.isfinite(result["updates"]["size"]).all()
 
 
 def test_mesh_routing_weights_are_distributions_over_slots():
-    found = probe(build(SPIRAL), list(tokens(3, 40))).routing
+    result = probe(build(SPIRAL), list(tokens(3, 40)))["routing"]
     for key in ("write", "read"):
-        assert found[key].shape == (4, 6)
-        np.testing.assert_allclose(found[key].sum(1), 1)
-    np.testing.assert_allclose(found["share"].sum(1), 1)
-    assert (np.triu(found["coefficients"], 2) == 0).all()  # a state knows no later update
-    np.testing.assert_allclose(found["coefficients"][:, 0], found["read"][:, 0])  # x is in slot 0
+        assert result[key].shape == (4, 6)
+        np.testing.assert_allclose(result[key].sum(1), 1)
+    np.testing.assert_allclose(result["share"].sum(1), 1)
+    assert (np.triu(result["coefficients"], 2) == 0).all()  # a state knows no later update
+    np.testing.assert_allclose(result["coefficients"][:, 0], result["read"][:, 0])  # x is in slot 0
 
 
 def test_loss_by_place_finds_a_cost_where_it_was_planted():
     grids = [(4, 2)]
     losses = torch.tensor([3.0 if (i + 2) % 4 == 1 else 1.0 for i in range(39)]).double()
-    row = collect.measure_losses(SPIRAL, losses, grids)
-    np.testing.assert_allclose(row["loss/phase/4/2"], [-0.5, 1.5, -0.5, -0.5])
+    loss = measure.Loss(measure.Run(build(SPIRAL), 32, grids, str))
+    excess = loss.by_place(losses[None])["phase/4/2"][0]
+    np.testing.assert_allclose(excess, [-0.5, 1.5, -0.5, -0.5])
 
 
 def test_the_control_is_held_against_the_model_sequence_by_sequence():
     ids, grids = list(tokens(6, 40)), [(4, 2)]
     models = [probe(build(SPIRAL, seed), ids, grids=grids) for seed in (0, 1)]
-    numbers = Numbers("text", models, [], 32)
-    numbers.pair_losses()
-    phase, other = (found.loss["phases"][0] for found in models)
+    numbers = ProbeResult("text", models, [], 32)
+    numbers.compare_losses()
+    phase, other = (result["loss"]["phases"][0] for result in models)
     difference = phase["each"] - other["each"]
     assert difference.shape == (6, 4)
     np.testing.assert_allclose(phase["against"], phase["excess"] - other["excess"], atol=1e-12)
@@ -376,13 +438,13 @@ def test_the_control_is_held_against_the_model_sequence_by_sequence():
 # ---------------------------------------------------------------------------- the verdict
 
 
-def made_up(values: np.ndarray, layout: str = "0+1x{1/4,1/2,1}+0") -> Findings:
-    """Findings of a model with 16 heads, whose entropies and LAMs are these (T, heads)."""
+def made_up(values: np.ndarray, layout: str = "0+1x{1/4,1/2,1}+0") -> ModelResult:
+    """The result of a model with 16 heads, whose entropies and LAMs are these (T, heads)."""
     config = SPIRAL.replace(layout=layout, hidden_size=64, num_heads=16, rotary_fraction=0.5)
-    found = probe(build(config), [tokens(64)])
+    result = probe(build(config), [tokens(64)])
     for t, row in enumerate(values):
-        found.attention[str(t)] = {"entropy": row[None], "local_mass": row[None]}
-    return found
+        result["attention"][str(t)] = {"entropy": row[None], "local_mass": row[None]}
+    return result
 
 
 def test_the_verdict_follows_its_rule():
@@ -390,8 +452,8 @@ def test_the_verdict_follows_its_rule():
 
     def words(*means: float, layout: str = "0+1x{1/4,1/2,1}+0") -> tuple[str, str]:
         rows = np.array([m + noise * (1 + t) for t, m in enumerate(means)])
-        found = made_up(rows, layout)
-        return judge(found, "entropy", "all").word, judge(found, "local_mass", "all").word
+        result = made_up(rows, layout)
+        return judge(result, "entropy", "all").word, judge(result, "local_mass", "all").word
 
     assert words(0.8, 0.6, 0.5) == ("yes", "opposite")
     assert words(0.8, 0.85, 0.5) == ("partly", "opposite")
@@ -407,12 +469,14 @@ def test_a_shift_that_uniform_attention_makes_too_is_called_geometry():
         layout="0+1x{1/4,1/2,1}+0", hidden_size=64, num_heads=16, rotary_fraction=0.5
     )
     heads = []
-    for it in config.iterations:
-        heads.append(metrics.uniform_reference(it.chunks(64), metrics.window(it.resolution))[1])
+    for iteration in config.iterations:
+        heads.append(
+            metrics.uniform_reference(iteration.chunks(64), metrics.window(iteration.resolution))[1]
+        )
     jitter = 1e-3 * np.random.default_rng(0).standard_normal((3, 16))
-    found = made_up(np.array(heads)[:, None] + jitter - jitter.mean(1, keepdims=True))
-    assert judge(found, "local_mass", "all").word == "geometry"
-    assert "does not show" in overall(found)
+    result = made_up(np.array(heads)[:, None] + jitter - jitter.mean(1, keepdims=True))
+    assert judge(result, "local_mass", "all").word == "geometry"
+    assert "does not show" in overall(result)
 
 
 # ---------------------------------------------------------------------------- figures and report
@@ -458,7 +522,6 @@ def compared(place):
     with pytest.MonkeyPatch.context() as patch:
         few = [d for d in drawings.DRAWINGS if d.name in ("heads", "cka", "chunks")]
         patch.setattr(drawings, "DRAWINGS", few)
-        patch.setattr(report, "DRAWINGS", few)
         return run_probe(place / "compared", place / "spiral", "--compare", place / "looped", *data)
 
 
@@ -476,74 +539,145 @@ def test_a_figure_redrawn_from_its_numbers_is_the_same_figure(probed, tmp_path):
     assert [name for name in first if first[name] != again[name]] == []
 
 
+def test_a_probe_of_a_loaded_folder_equals_one_of_the_model(place, probed):
+    """What the command wrote is what the model gives on the same sequences."""
+    sample = windows.draw(str(place / "text.txt"), place / "spiral", 257, 4, 48, 0)
+    own = flat(probe(build(BYTES, dtype=torch.float32), sample.sequences))
+    written = flat(ProbeResult.load(probed).models[0])
+    assert len(own) > 40
+    assert own.keys() == written.keys()
+    for name, values in own.items():
+        np.testing.assert_array_equal(written[name], values, err_msg=name)
+
+
+def test_a_run_that_is_stopped_leaves_every_file_whole(probed, tmp_path, monkeypatch):
+    """What stood in the folder stays, or is replaced by a complete file; no scraps."""
+    shutil.copytree(probed, tmp_path / "out")
+    before = files(tmp_path / "out")
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", stop)
+    assert main(["probe", "--redraw", str(tmp_path / "out")]) != 0
+    assert files(tmp_path / "out") == before
+
+
+def named(name: str) -> drawings.Drawing:
+    return next(drawing for drawing in drawings.DRAWINGS if drawing.name == name)
+
+
 def test_a_control_is_drawn_side_by_side_where_a_figure_applies_to_it(compared):
     def width(name: str) -> float:
         text = (compared / "figures" / f"{name}.svg").read_text()
         return float(re.search(r'width="([\d.]+)pt"', text)[1]) / 72
 
-    sizes = {d.name: d.size[0] for d in drawings.DRAWINGS}
-    assert width("heads") == pytest.approx(2 * sizes["heads"])
-    assert width("chunks") == pytest.approx(sizes["chunks"])  # the control has no chunks
+    assert width("heads") == pytest.approx(2 * named("heads").size[0])
+    assert width("chunks") == pytest.approx(named("chunks").size[0])  # the control has no chunks
     page = (compared / "report.html").read_text()
-    assert page.count("<img ") == 2 + 2 + 1
+    assert page.count("<img ") == 3
+
+
+@pytest.mark.parametrize("name", ["shift-all", "profile", "lens", "updates", "position"])
+def test_models_side_by_side_have_a_common_scale_that_shows_all_of_both(compared, name):
+    drawing = named(name)
+    shared, own = [], []
+
+    def draw(canvas, model):
+        shared.append(drawing.draw(canvas, model))
+        own.append([axis.get_view_interval() for axis in shared[-1]])
+        return shared[-1]
+
+    models = ProbeResult.load(compared).models
+    drawings.render(dataclasses.replace(drawing, draw=draw), models)
+    ends = np.array(own)  # model, axis, end
+    assert ends.size
+    wanted = np.stack([ends[..., 0].min(0), ends[..., 1].max(0)], -1)
+    for axes in shared:
+        np.testing.assert_array_equal([axis.get_view_interval() for axis in axes], wanted)
+
+
+def test_no_bar_of_a_chunk_is_cut_off(probed):
+    [model] = ProbeResult.load(probed).models
+    even, odd, _ = model["allocation"]
+    even |= {"mean": np.full(4, 0.25), "spread": np.zeros(4)}
+    odd |= {"mean": np.array([0.0, 1.0]), "spread": np.zeros(2)}
+    figure = drawings.render(named("chunks"), [model])
+    for ax in figure.subfigs[0].axes:
+        assert max(patch.get_height() for patch in ax.patches) < ax.get_ylim()[1]
 
 
 def test_figures_do_not_depend_on_the_users_matplotlib_settings(compared):
     import matplotlib
 
-    models = Numbers.load(compared).models
-    drawing = next(d for d in drawings.DRAWINGS if d.name == "cka")
+    models = ProbeResult.load(compared).models
     with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "red", "savefig.dpi": 30}):
-        figure = drawings.render(drawing, models, models)
+        figure = drawings.render(named("cka"), models)
         for kind in ("png", "svg"):
             written = (compared / "figures" / f"cka.{kind}").read_bytes()
-            assert drawings.to_bytes(figure, kind) == written
+            assert to_bytes(figure, kind) == written
 
 
 def test_numbers_are_strict_json_and_come_back_exactly(compared, tmp_path):
     text = (compared / "numbers.json").read_text()
     json.loads(text, parse_constant=pytest.fail)
-    numbers = Numbers.load(compared)
+    numbers = ProbeResult.load(compared)
     numbers.save(tmp_path)
     assert (tmp_path / "numbers.json").read_text() == text
-    assert [found.name for found in numbers.models] == ["spiral", "looped"]
+    assert [result.name for result in numbers.models] == ["spiral", "looped"]
     assert numbers.models[0].sequences == 4
 
 
-def test_the_report_needs_nothing_but_itself(probed):
-    page = (probed / "report.html").read_text()
-    assert page.count("<img ") == len(drawings.DRAWINGS)
-    assert all(src.startswith("data:") for src in re.findall(r'src="([^"]*)"', page))
-    assert not re.search(r"<link|<script src|@import|url\(|<iframe|href=", page)
-    assert set(re.findall(r"https?://[^\"'\s]*", page)) <= {"http://www.w3.org/2000/svg"}
-    for words in ("Verdict", "The rule", "spiral", "Logit lens", "MeSH routing"):
-        assert words in page
+def test_the_report_is_well_formed_and_needs_nothing_but_itself(probed):
+    text = (probed / "report.html").read_text()
+    unclosed = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            if tag not in ("meta", "img"):
+                unclosed.append(tag)
+
+        def handle_endtag(self, tag):
+            assert unclosed.pop() == tag, self.getpos()
+
+    Tags().feed(text)
+    assert unclosed == []
+    assert not re.search(r"<link|<script src|@import|url\(|<iframe|href=", text)
+    assert set(re.findall(r"https?://[^\"'\s]*", text)) <= {"http://www.w3.org/2000/svg"}
+    pictures = re.findall(r'src="([^"]*)"', text)
+    assert len(pictures) == len(drawings.DRAWINGS)
+    for picture in pictures:
+        kind, content = picture.split(",")
+        assert kind == "data:image/svg+xml;base64"
+        root = ElementTree.fromstring(base64.b64decode(content))
+        assert len(list(root.iter())) > 50
+    for drawing in drawings.DRAWINGS:
+        assert drawing.title in text
 
 
 def test_the_verdict_is_told_in_words(compared):
-    said = summary(Numbers.load(compared))
+    said = summary(ProbeResult.load(compared))
     assert re.search(r"H, all heads +(yes|no|partly|opposite|geometry) +H goes 0\.\d+ → 0\.", said)
     assert "ΔLAM, the range of a head across the loop" in said
 
 
-def test_names_with_markup_cannot_break_the_page(compared, monkeypatch):
-    monkeypatch.setattr(report, "panels", lambda *arguments: [])
-    numbers = Numbers.load(compared)
+def test_names_with_markup_cannot_break_the_page(compared):
+    numbers = ProbeResult.load(compared)
     numbers.models[0].name = "<b>&me</b>"
-    assert "<b>&me" not in report.html(numbers, compared)
+    assert "<b>&me" not in page.html(numbers, {})
 
 
 @settings(max_examples=30)
 @given(configs(max_chunk=20))
 def test_the_diagram_reads_only_complete_chunks_and_is_well_formed(config):
-    for it in config.iterations:
+    for iteration in config.iterations:
         for i in range(50):
-            j = diagram.reads(it, i)
-            if i < it.shift:
+            j = diagram.reads(iteration, i)
+            if i < iteration.shift:
                 assert j is None
             else:
-                members = [k for k in range(100) if (k + it.offset) // it.chunk == j]
-                assert i - it.shift in members
+                members = [k for k in range(100) if (k + iteration.offset) // iteration.chunk == j]
+                assert i - iteration.shift in members
                 assert members[-1] <= i  # complete when it is read
     root = ElementTree.fromstring(diagram.svg(config))
     assert root.tag.endswith("svg")
@@ -561,6 +695,27 @@ def test_the_diagram_tells_the_papers_example():
     assert diagram.describe(config, 6).endswith("Decoding it runs the core of iteration 3.")
 
 
+def test_a_probe_is_one_class_and_a_figure_one_function(place, tmp_path, monkeypatch):
+    """Nothing else is touched for it to be measured, kept, drawn and shown."""
+    monkeypatch.setattr(measure, "PROBES", {**measure.PROBES})
+    monkeypatch.setattr(drawings, "DRAWINGS", [])
+
+    class Even(measure.Probe, key="even"):
+        def measure(self, trace, ids):
+            return {"share": (ids % 2 == 0).double().mean(1)}
+
+    @drawings.drawing("even", "Even tokens", (2, 2))
+    def draw(canvas, model):
+        """How many tokens are even."""
+        canvas.subplots().bar(["even"], [model["even"]["share"]])
+        return []
+
+    run_probe(tmp_path, place / "spiral", "--data", place / "text.txt", "--length", "48")
+    assert 0 < ProbeResult.load(tmp_path).models[0]["even"]["share"] < 1
+    assert {"figures/even.png", "figures/even.svg"} < files(tmp_path).keys()
+    assert "How many tokens are even." in (tmp_path / "report.html").read_text()
+
+
 # ---------------------------------------------------------------------------- which models
 
 
@@ -575,14 +730,14 @@ def test_the_diagram_tells_the_papers_example():
 )
 def test_every_member_of_the_family_can_be_probed(layout, topology):
     config = SPIRAL.replace(layout=layout, topology=topology)
-    found = probe(build(config), list(tokens(3, 40)))
+    result = probe(build(config), list(tokens(3, 40)))
     depth = min(config.parsed_layout.cores)
     for metric in ("entropy", "local_mass"):
-        assert found.delta(metric).shape == (depth, 2)  # heads are compared by (layer, head)
-        assert np.isfinite(found.delta(metric)).all()
-        heads = found.heads(metric, "all")
+        assert result.delta(metric).shape == (depth, 2)  # heads are compared by (layer, head)
+        assert np.isfinite(result.delta(metric)).all()
+        heads = result.heads(metric, "all")
         assert heads.shape == (config.num_iterations, depth * 2)
-    assert (found.routing is not None) == (topology == "mesh")
+    assert ("routing" in result) == (topology == "mesh")
 
 
 # ---------------------------------------------------------------------------- bad input
@@ -599,8 +754,8 @@ def test_a_model_without_a_loop_says_which_probes_apply(place, tmp_path, capsys)
         capsys, place / "plain", "--data", place / "text.txt", "--samples", 2, "--out", tmp_path
     )
     assert code == 0
-    assert "This model has no loop: attention by layer and loss by position apply" in said
-    assert "Logit lens: at which loop does the answer appear?: needs a loop" in said
+    assert "This model has no loop" in said
+    assert "not drawn: Logit lens: at which loop does the answer appear?: needs a loop" in said
     written = {p.name for p in (tmp_path / "figures").glob("*.svg")}
     assert written == {"profile.svg", "position.svg", "diagram.svg"}
     assert "What does not apply to plain" in (tmp_path / "report.html").read_text()
@@ -614,7 +769,7 @@ def test_a_text_shorter_than_a_chunk_is_probed_as_far_as_it_goes(place, tmp_path
     )
     assert code == 0
     assert "short.txt has only 3 tokens: one sequence of all of them was used" in said
-    assert "iteration 0 (resolution 1/8, chunks of 8) ran on nothing in 1 of 1" in said
+    assert "iteration 0 (resolution 1/8, chunks of 8), in 1 of 1 sequence, ran on nothing" in said
     assert "not measured" in said
     assert "ran on nothing" in (tmp_path / "out" / "report.html").read_text()
 
@@ -658,7 +813,7 @@ def test_jsonl_and_token_shards_are_read(place, tmp_path):
     for name in ("shard", "shard.bin", "shard.idx", "."):
         sample = windows.draw(str(tmp_path / name), place / "spiral", 257, 99, 30, 0)
         assert torch.cat(sample.sequences).tolist() == list(range(90))
-    with pytest.raises(UserError, match="has token 59, but the model's vocabulary is 50"):
+    with pytest.raises(UserError, match="has token 89, but the model's vocabulary is 50"):
         windows.draw(str(tmp_path / "shard"), place / "spiral", 50, 99, 30, 0)
 
 
@@ -683,7 +838,7 @@ def test_the_standard_library_is_always_there(place, monkeypatch):
         (["spiral", "--out", "out", "--data", "empty.txt"], "there is no text in it"),
         (["bare", "--out", "out", "--data", "text.txt"], "has no tokenizer.json"),
         (["spiral", "--out", "out", "--device", "nonsense"], "--device nonsense: cannot be used"),
-        (["--redraw", "spiral"], "numbers.json: no such file"),
+        (["--redraw", "spiral"], "spiral: has no numbers.json"),
         (["--redraw", "damaged"], "damaged"),
         (["spiral", "--redraw", "damaged"], "leave the checkpoints out"),
     ],

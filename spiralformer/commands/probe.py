@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from spiralformer.config import SpiralConfig
-from spiralformer.data.tokenizer import load_tokenizer
+from spiralformer.console import Progress
 from spiralformer.errors import UserError
-from spiralformer.model_folder import load_config, load_model
-from spiralformer.probes import Findings, Numbers, probe, report, sequences, verdict
-from spiralformer.probes.collect import chunkings
-from spiralformer.probes.metrics import GAMMA
+from spiralformer.files import writing
+from spiralformer.probes import GAMMA, NUMBERS
+
+if TYPE_CHECKING:
+    from spiralformer.probes.result import ProbeResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,50 +43,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.redraw is not None:
-        if args.checkpoint or args.compare:
-            raise UserError("--redraw draws from numbers alone; leave the checkpoints out")
-        numbers = Numbers.load(Path(args.redraw))
-        folder = _folder(args.out or args.redraw)
-        if folder != Path(args.redraw):
-            numbers.save(folder)
-    else:
-        _check(args)
-        folder = _folder(args.out)
+    _check(args)
+    from spiralformer.probes import page
+    from spiralformer.probes.result import ProbeResult
+
+    folder = Path(args.out or args.redraw)
+    with writing(folder, "choose another --out"):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.redraw is None:
         _measure(args).save(folder)
-        numbers = Numbers.load(folder)  # what is drawn is what can be redrawn
-    files = report.write(numbers, folder)
-    print(summary(numbers))
-    print(f"\n{files[-1]}, {len(files) - 1} figures and their numbers are written.")
+    elif folder != Path(args.redraw):
+        ProbeResult.load(Path(args.redraw)).save(folder)
+    probed = ProbeResult.load(folder)  # what is drawn is what can be redrawn
+    written = page.write(probed, folder)
+    print(summary(probed))
+    print(f"\n{written}, its figures and their numbers are written.")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
+    """What can be known before anything heavy is imported."""
+    if args.redraw is not None:
+        if args.checkpoint or args.compare:
+            raise UserError("--redraw draws from numbers alone; leave the checkpoints out")
+        if not (Path(args.redraw) / NUMBERS).is_file():
+            raise UserError(f"{args.redraw}: has no {NUMBERS}; `spiralformer probe` writes one")
+        return
     if not args.checkpoint:
         raise UserError("name a model folder to probe, or --redraw DIR")
     if not args.out:
         raise UserError("say where to write with --out DIR")
+    for folder in (args.checkpoint, args.compare):
+        if folder and not Path(folder).is_dir():
+            raise UserError(f"{folder}: no such folder")
     for name, least in (("samples", 1), ("length", 2), ("gamma", 1), ("batch", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name} {value} must be at least {least}")
+
+
+def _measure(args: argparse.Namespace) -> ProbeResult:
+    import torch
+
+    from spiralformer.model_folder import load_config, load_model
+    from spiralformer.probes import sequences
+    from spiralformer.probes.measure import chunkings, probe
+    from spiralformer.probes.result import ProbeResult
+
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--device {args.device}: cannot be used ({reason})") from None
-
-
-def _folder(path: str) -> Path:
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be written ({error.strerror})") from None
-    return folder
-
-
-def _measure(args: argparse.Namespace) -> Numbers:
     folders = [Path(path) for path in (args.checkpoint, args.compare) if path]
     configs = [load_config(folder) for folder in folders]
     length = args.length or min(config.max_length for config in configs)
@@ -101,38 +106,37 @@ def _measure(args: argparse.Namespace) -> Numbers:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    grids = set().union(*map(chunkings, configs))
-    models, notes, samples = [], [], []
+    models, samples = [], []
     for name, folder, config in zip(names, folders, configs, strict=True):
-        sample = sequences.draw(
-            args.data, folder, config.vocab_size, args.samples, length, args.seed
-        )
-        samples.append(sample)
-        notes += [note for note in sample.notes if note not in notes]
-        models.append(
-            probe(
+        vocab = config.vocab_size
+        sample = sequences.draw(args.data, folder, vocab, args.samples, length, args.seed)
+        with Progress(name, len(sample.sequences), "sequences") as progress:
+            model = probe(
                 load_model(folder, device=args.device),
                 sample.sequences,
                 name=name,
                 gamma=args.gamma,
                 batch=args.batch,
-                grids=grids,
-                decode=_decoder(folder, config),
-                progress=_progress(name, len(sample.sequences)),
+                grids=set().union(*map(chunkings, configs)),
+                decode=_decoder(folder),
+                progress=progress.update,
             )
-        )
-    numbers = Numbers(samples[0].source, models, notes, args.gamma)
+        samples.append(sample)
+        models.append(model)
+    notes = list(dict.fromkeys(note for sample in samples for note in sample.notes))
+    probed = ProbeResult(samples[0].source, models, notes, args.gamma)
     if len(samples) == 2:
-        ids = [torch.cat(sample.sequences) for sample in samples]
-        if torch.equal(*ids):
-            numbers.pair_losses()
+        if torch.equal(*(torch.cat(sample.sequences) for sample in samples)):
+            probed.compare_losses()
         else:
             notes.append("the models have different tokenizers: their sequences differ")
-    return numbers
+    return probed
 
 
-def _decoder(folder: Path, config: SpiralConfig) -> Callable[[int], str]:
+def _decoder(folder: Path) -> Callable[[int], str]:
     """The text of a token, where the folder has a tokenizer; else its number."""
+    from spiralformer.data.tokenizer import load_tokenizer
+
     if not (folder / "tokenizer.json").is_file():
         return lambda token: f"#{token}"
     backend = load_tokenizer(folder).backend
@@ -144,41 +148,19 @@ def _decoder(folder: Path, config: SpiralConfig) -> Callable[[int], str]:
     return decode
 
 
-def _progress(name: str, total: int) -> Callable[[int], None]:
-    if not sys.stderr.isatty():
-        return lambda done: None
-    start = time.monotonic()
-
-    def show(done: int) -> None:
-        left = (time.monotonic() - start) / done * (total - done)
-        end = "\n" if done == total else ""
-        print(f"\r{name}: {done}/{total} sequences, {left:.0f} s left   ", end=end, file=sys.stderr)
-
-    return show
-
-
-def summary(numbers: Numbers) -> str:
+def summary(probed: ProbeResult) -> str:
     """The verdict, and what could not be done, in a few lines."""
-    lines = [f"note: {note}" for note in numbers.notes]
-    for found in numbers.models:
-        lines += [f"note: {found.name}: {line}" for line in found.skipped]
-    for found in numbers.models:
-        lines += ["", f"{found.name}  {found.config.layout}  loss {found.loss['mean']:.3f}"]
-        lines += _verdict_lines(found)
-    for control in numbers.models[1:]:
-        lines += ["", *verdict.against_control(numbers.models[0], control)]
+    from spiralformer.probes import figures, page, result
+
+    lines = [f"note: {note}" for note in page.notes(probed)]
+    for model in probed.models:
+        loss = f"loss {model['loss']['mean']:.3f}"
+        lines += ["", f"{model.name}  {model.config.layout}  {loss}  ({page.amount(model)})"]
+        lines.append(f"  {result.overall(model)}")
+        for verdict in result.verdicts(model):
+            label = f"{result.SYMBOLS[verdict.metric]}, {verdict.heads} heads"
+            lines.append(f"  {label:18} {verdict.word:10} {verdict.sentence}")
+        lines += [f"  not drawn: {line}" for line in figures.inapplicable(model)]
+    for control in probed.models[1:]:
+        lines += ["", *result.against_control(probed.models[0], control)]
     return "\n".join(lines).lstrip("\n")
-
-
-def _verdict_lines(found: Findings) -> list[str]:
-    if not found.iterations:
-        missing = "\n".join(f"    {line}" for line in report.inapplicable(found))
-        return [
-            "  This model has no loop: attention by layer and loss by position apply; not so:",
-            missing,
-        ]
-    lines = [f"  {verdict.overall(found)}"]
-    for judged in verdict.verdicts(found):
-        label = f"{verdict.SYMBOLS[judged.metric]}, {judged.heads} heads"
-        lines.append(f"  {label:18} {judged.word:10} {judged.sentence}")
-    return lines

@@ -1,10 +1,9 @@
 """Probes: what a trained loop does, seen from outside.
 
-`capture` hooks a forward pass, `metrics` are the numbers, `collect` averages them over sequences
-into `findings`; `verdict`, `figures`, `diagram` and `report` draw from those alone.
+`capture` hooks a forward pass; `measure` holds the probes, each of which turns what was seen into
+numbers (by the formulas of `metrics`) and averages them over `sequences` into a `result`. The
+verdict, `figures`, `diagram` and `page` are made from the result alone.
 """
 
-from spiralformer.probes.collect import probe
-from spiralformer.probes.findings import Findings, Numbers
-
-__all__ = ["Findings", "Numbers", "probe"]
+GAMMA = 32  # tokens in the local window, at full resolution
+NUMBERS = "numbers.json"  # the file that a result is kept in

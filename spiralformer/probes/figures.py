@@ -1,608 +1,413 @@
-"""The figures, drawn from findings alone and always to the same bytes.
+"""The figures, drawn from a result alone and always to the same bytes.
 
-Each drawing fills a figure (or a part of one) with one model; files show the models side by side,
-on common scales. Colours are viridis, blues and Okabe-Ito's: they survive colour blindness, and
-wherever two lines must be told apart their markers and dashes differ too, for print in grey.
+A figure is a function with `@drawing`: it fills a canvas with one model, and its docstring is what
+the reader is told. Files and page show the models side by side. Wherever two lines must be told
+apart their markers and dashes differ too, for print in grey.
 """
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.axis import Axis
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from spiralformer.probes.findings import METRICS, Findings
-from spiralformer.probes.metrics import LENS_POSITIONS, min_max
-from spiralformer.probes.verdict import SYMBOLS, TITLES
+from spiralformer import plots
+from spiralformer.plots import BLUE, GREEN, GREY, ORANGE
+from spiralformer.probes.metrics import METRICS, min_max
+from spiralformer.probes.result import SYMBOLS, TITLES, ModelResult
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 BLUES = ListedColormap(matplotlib.colormaps["Blues"](np.linspace(0, 0.75, 256)))  # black stays seen
 MAP = BLUES.with_extremes(bad="#f4f4f4")
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same everywhere
-    "font.size": 8,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "legend.fontsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "axes.edgecolor": "#444444",
-    "legend.frameon": False,
-    "svg.hashsalt": "spiralformer",
-    "svg.fonttype": "path",
-}
-DPI = 200
 
 Canvas = Figure | SubFigure
-Draw = Callable[[Canvas, Findings, list[Findings]], None]
+Draw = Callable[[Canvas, ModelResult], Sequence[Axis]]
+"""Draws a model. Gives the axes on which models side by side have a common scale."""
 
 
 @dataclass(frozen=True)
 class Drawing:
     name: str  # of its files
     title: str
-    caption: str
     size: tuple[float, float]  # inches, for one model
-    applies: Callable[[Findings], bool]
-    needs: str  # said where it does not apply
     draw: Draw
+    applies: Callable[[ModelResult], bool] = lambda model: bool(model.iterations)
+    needs: str = "a loop"  # said where it does not apply
+    in_paper: bool = False
+
+    @property
+    def caption(self) -> str:
+        return " ".join((self.draw.__doc__ or "").split())
 
 
-def iteration_colours(found: Findings) -> list[Any]:
-    count = len(found.iterations)
-    return list(matplotlib.colormaps["viridis"](np.linspace(0.08, 0.82, max(count, 2))))[:count]
+DRAWINGS: list[Drawing] = []
+
+
+def drawing(
+    name: str, title: str, size: tuple[float, float], **kwargs: Any
+) -> Callable[[Draw], Draw]:
+    """Adds a function to the drawings, which are shown in this order."""
+
+    def register(draw: Draw) -> Draw:
+        DRAWINGS.append(Drawing(name, title, size, draw, **kwargs))
+        return draw
+
+    return register
+
+
+def render(drawing: Drawing, models: list[ModelResult]) -> Figure:
+    with plots.style():
+        width, height = drawing.size
+        figure = plots.new_figure(width * len(models), height)
+        parts: Any = figure.subfigures(1, len(models), squeeze=False)[0]
+        scales = [drawing.draw(part, model) for part, model in zip(parts, models, strict=True)]
+        for alike in zip(*scales, strict=True):
+            ends = np.array([axis.get_view_interval() for axis in alike])
+            for axis in alike:
+                axis.set_view_interval(ends.min(), ends.max(), ignore=True)
+        for part, model in zip(parts, models, strict=True):
+            part.suptitle(f"{model.name}   {model.config.layout}", size=8.5, weight="bold")
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # what was laid out once stays so in every format
+        return figure
+
+
+def inapplicable(model: ModelResult) -> list[str]:
+    """Which figures this model has not, and what they would need."""
+    return [f"{each.title}: needs {each.needs}" for each in DRAWINGS if not each.applies(model)]
 
 
 # ---------------------------------------------------------------------------- the paper's
 
 
-def draw_shift(which: str, canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """Ridgelines and boxes of both metrics over the dynamic heads or all heads."""
+@drawing(
+    "shift-dynamic",
+    "Cross-loop shifts, dynamic heads",
+    (4.6, 4.3),
+    applies=lambda model: any(model.dynamic(metric).any() for metric in METRICS),
+    needs="a loop of two or more iterations whose heads differ",
+    in_paper=True,
+)
+def draw_dynamic_shift(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """The 40 % of heads with the largest range across the loop, chosen for each metric by itself.
+    Left: how heads are distributed at each iteration (a tick is a head). Right: boxes, a faint line
+    for each head, the mean in black. Diamonds: what a head that attends to all earlier keys alike
+    would give, that is, the geometry of the iteration."""
+    return _shift(canvas, model, "dynamic")
+
+
+@drawing("shift-all", "Cross-loop shifts, all heads", (4.6, 4.3), in_paper=True)
+def draw_shift(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """The same without any selection of heads."""
+    return _shift(canvas, model, "all")
+
+
+def _shift(canvas: Canvas, model: ModelResult, which: str) -> Sequence[Axis]:
     axes = canvas.subplots(2, 2, width_ratios=(1.15, 1))
-    labels, colours = found.labels(), iteration_colours(found)
     for (ridge, box), metric in zip(axes, METRICS, strict=True):
-        values = found.heads(metric, which)  # T heads
-        pooled = [f.heads(metric, which).ravel() for f in everyone if f.iterations]
-        references = [f.reference[metric] for f in everyone if f.iterations]
-        span = _limits(np.concatenate([*pooled, *references]))
-        bins = np.linspace(*span, 29)
-        _ridgelines(ridge, values, bins, labels, colours)
+        values = model.heads(metric, which)  # T heads
+        _ridgelines(ridge, values, model.labels())
         ridge.set_xlabel(TITLES[metric])
-        _boxes(box, values, found.reference[metric], labels, colours)
-        box.set_ylim(*span)
+        words = "dynamic heads" if which == "dynamic" else "heads, all of them"
+        ridge.set_title(f"{values.shape[1]} {words}", loc="left")
+        _boxes(box, values, model["reference"][metric], model.labels())
         box.set_ylabel(SYMBOLS[metric])
-        count = values.shape[1]
-        words = f"all {count} heads" if which == "all" else f"{count} dynamic heads"
-        ridge.set_title(words, loc="left")
     axes[1, 1].set_xlabel("resolution (loop order →)")
     canvas.legend(*axes[0, 1].get_legend_handles_labels(), loc="outside lower right", ncols=2)
+    return [axis for ridge, box in axes for axis in (ridge.xaxis, box.yaxis)]
 
 
-def _limits(values: np.ndarray) -> tuple[float, float]:
-    values = values[np.isfinite(values)]
-    if not values.size:
-        return 0.0, 1.0
-    low, high = float(values.min()), float(values.max())
-    margin = 0.05 * (high - low) or 0.01
-    return max(low - margin, -0.005), min(high + margin, 1.005)
-
-
-def _ridgelines(
-    ax: Axes, values: np.ndarray, bins: np.ndarray, labels: list[str], colours: list[Any]
-) -> None:
+def _ridgelines(ax: Axes, values: np.ndarray, labels: list[str]) -> None:
     """One histogram of heads per iteration, the first at the top; a tick under it is a head."""
-    counts = [np.histogram(row[np.isfinite(row)], bins)[0] for row in values]
-    highest = max((c.max() for c in counts), default=0) or 1
-    for t, (row, count) in enumerate(zip(values, counts, strict=True)):
-        base = len(values) - 1 - t
-        kwargs = {"baseline": base, "color": colours[t], "zorder": 2 * t}
-        ax.stairs(base + 0.78 * count / highest, bins, fill=True, alpha=0.75, **kwargs)
-        ax.stairs(base + 0.78 * count / highest, bins, lw=0.8, **kwargs)
-        finite = row[np.isfinite(row)]
-        ax.vlines(finite, base - 0.09, base - 0.02, color=colours[t], lw=0.6)
-        if not finite.size:
+    colours = plots.shades(len(values))
+    rows = [row[np.isfinite(row)] for row in values]
+    bins = np.histogram_bin_edges(np.concatenate(rows), 28)
+    counts = [np.histogram(row, bins)[0] for row in rows]
+    highest = max(np.max(counts), 1)
+    for t, (row, count, colour) in enumerate(zip(rows, counts, colours, strict=True)):
+        base = len(rows) - 1 - t
+        ridge = base + 0.78 * count / highest
+        ax.stairs(ridge, bins, baseline=base, fill=True, color=colour, alpha=0.75, zorder=2 * t)
+        ax.stairs(ridge, bins, baseline=base, color=colour, lw=0.8, zorder=2 * t)
+        ax.vlines(row, base - 0.09, base - 0.02, color=colour, lw=0.6)
+        if not row.size:
             ax.text(bins[0], base + 0.1, " not measured", color=GREY, size=7)
-    ax.set_yticks(range(len(values)), [label.replace("\n", ", ") for label in reversed(labels)])
-    ax.set_ylim(-0.15, len(values) - 0.1)
-    ax.set_xlim(bins[0], bins[-1])
-    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.set_yticks(range(len(rows)), labels[::-1])
+    ax.set_ylim(-0.15, len(rows) - 0.1)
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
 
 
-def _boxes(
-    ax: Axes, values: np.ndarray, reference: np.ndarray, labels: list[str], colours: list[Any]
-) -> None:
-    """A box per iteration, a faint line per head, the means joined, uniform attention beside it."""
+def _boxes(ax: Axes, values: np.ndarray, reference: np.ndarray, labels: list[str]) -> None:
+    """A box per iteration, a faint line per head, the means joined, uniform attention beside."""
     x = np.arange(len(values))
-    if values.shape[1] <= 256:
-        ax.plot(x, values, color="#999999", lw=0.5, alpha=0.45, zorder=1)
-    for t, row in enumerate(values):
-        row = row[np.isfinite(row)]
-        if not row.size:
-            continue
-        drawn = ax.boxplot(
-            [row],
-            positions=[t],
-            widths=0.5,
-            patch_artist=True,
-            showfliers=False,
-            medianprops={"color": "black", "lw": 0.9},
-            whiskerprops={"lw": 0.7},
-            capprops={"lw": 0.7},
-            zorder=2,
-        )
-        drawn["boxes"][0].set(facecolor=colours[t], alpha=0.75, lw=0.7)
+    ax.plot(x, values, color="#999999", lw=0.5, alpha=0.45, zorder=1)
+    thin: dict[str, Any] = {"whiskerprops": {"lw": 0.7}, "capprops": {"lw": 0.7}}
+    thin |= {"medianprops": {"color": "black", "lw": 0.9}, "showfliers": False, "zorder": 2}
+    measured = [row[np.isfinite(row)] for row in values]
+    drawn = ax.boxplot(measured, positions=x, widths=0.5, patch_artist=True, **thin)
+    for box, colour in zip(drawn["boxes"], plots.shades(len(values)), strict=True):
+        box.set(facecolor=colour, alpha=0.75, lw=0.7)
     means = values.mean(axis=1) if values.shape[1] else np.full(len(values), np.nan)
     ax.plot(x, means, "o-", color="black", ms=3.5, lw=1.1, zorder=4, label="mean of heads")
     style: dict[str, Any] = {"color": ORANGE, "ms": 3.5, "lw": 0.8, "mfc": "white", "zorder": 3}
     ax.plot(x, reference, "D:", label="uniform attention", **style)
     ax.set_xticks(x, labels)
     ax.set_xlim(-0.5, len(values) - 0.5)
-    ax.yaxis.set_major_locator(MaxNLocator(5))
 
 
-def draw_heads(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """ΔH and ΔLAM by layer and head, min-max normalised, dynamic heads boxed."""
-    depths = [len(f.delta(metric)) for f in everyone if f.iterations for metric in METRICS[:1]]
+@drawing("heads", "Where the shifts are: layer and head", (4.6, 3.8), in_paper=True)
+def draw_heads(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """The range of each head across the loop, min–max normalised in each map; the true ranges
+    stand above. Boxed: dynamic heads."""
     axes = canvas.subplots(2, 1)
     for ax, metric in zip(axes, METRICS, strict=True):
-        delta, dynamic = found.delta(metric), found.dynamic(metric)
-        image = ax.imshow(
-            min_max(delta), cmap=MAP, norm=Normalize(0, 1), aspect="auto", interpolation="none"
-        )
-        for layer, head in np.argwhere(dynamic):
+        delta = model.delta(metric)
+        scale = {"vmin": 0, "vmax": 1, "cmap": MAP, "aspect": "auto", "interpolation": "none"}
+        image = ax.imshow(min_max(delta), **scale)
+        for layer, head in np.argwhere(model.dynamic(metric)):
             corner = (head - 0.46, layer - 0.44)
             ax.add_patch(Rectangle(corner, 0.92, 0.88, fill=False, ec="black", lw=1.2))
         finite = delta[np.isfinite(delta)]
         span = f"{finite.min():.3f} to {finite.max():.3f}" if finite.size else "not measured"
         ax.set_title(f"Δ{SYMBOLS[metric]}: {span}", loc="left")
         ax.set_ylabel("layer of the core")
-        ax.set_ylim(max(depths) - 0.5, -0.5)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(MaxNLocator(16, integer=True))
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
-        for axis, count in ((ax.xaxis, delta.shape[1]), (ax.yaxis, delta.shape[0])):
-            axis.set_major_locator(FixedLocator(list(range(0, count, 1 + (count - 1) // 16))))
         canvas.colorbar(image, ax=ax, pad=0.02, aspect=14, ticks=[0, 0.5, 1])
     axes[1].set_xlabel("head")
+    return []
 
 
 # ---------------------------------------------------------------------------- beyond the paper
 
 
-def draw_profile(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """Both metrics through the unrolled depth."""
+@drawing("profile", "Attention through the whole depth", (4.6, 3.6), applies=lambda model: True)
+def draw_profile(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """Every layer in the order in which it runs: median of the heads, quartiles (band) and
+    extremes (lines). Windows and lengths are each stage’s own."""
     axes = canvas.subplots(2, 1, sharex=True)
-    names = {"pre": "pre", "post": "post"}
-    names |= {str(it.index): str(it.resolution) for it in found.iterations}
-    colours = {"pre": GREY, "post": GREY}
-    colours |= {str(t): c for t, c in enumerate(iteration_colours(found))}
+    colours = plots.shades(len(model.iterations))
     for ax, metric in zip(axes, METRICS, strict=True):
         left = 0
-        for stage, values in found.attention.items():
+        for stage, values in model["attention"].items():
+            name, colour = stage, GREY
+            if stage.isdigit():
+                name, colour = str(model.iterations[int(stage)].resolution), colours[int(stage)]
             rows = values[metric]
             x = left + np.arange(len(rows))
             if np.isfinite(rows).any():
                 low, middle, high = np.percentile(rows, (25, 50, 75), axis=1)
-                ax.fill_between(x, low, high, color=colours[stage], alpha=0.3, lw=0, step=None)
-                ax.vlines(x, rows.min(1), rows.max(1), color=colours[stage], lw=0.6, alpha=0.7)
-                ax.plot(x, middle, "o-", color=colours[stage], ms=3, lw=1.2)
+                ax.fill_between(x, low, high, color=colour, alpha=0.3, lw=0)
+                ax.vlines(x, rows.min(1), rows.max(1), color=colour, lw=0.6, alpha=0.7)
+                ax.plot(x, middle, "o-", color=colour, ms=3, lw=1.2)
             if left:
                 ax.axvline(left - 0.5, color="#bbbbbb", lw=0.6)
             if ax is axes[0]:
                 place = (left + len(rows) / 2 - 0.5, 1.02)
-                ax.text(*place, names[stage], transform=ax.get_xaxis_transform(), ha="center")
+                ax.text(*place, name, transform=ax.get_xaxis_transform(), ha="center")
             left += len(rows)
-        pooled = [np.ravel(v[metric]) for f in everyone for v in f.attention.values()]
-        ax.set_ylim(*_limits(np.concatenate(pooled)))
         ax.set_ylabel(TITLES[metric])
     axes[1].set_xlabel("layer of the unrolled computation")
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    return [ax.yaxis for ax in axes]
 
 
-def draw_updates(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """Size of each iteration's update and how far the state moves."""
-    assert found.updates is not None
-    ax, turn = canvas.subplots(1, 2, width_ratios=(1.4, 1))
-    x = np.arange(len(found.iterations))
-    curves = (
-        ("size", "s-", BLUE, "update ‖ũ‖ / ‖h‖"),
-        ("change", "o--", ORANGE, "change ‖h′-h‖ / ‖h‖"),
-    )
-    for key, style, colour, label in curves:
-        error = np.nan_to_num(2 * found.updates[f"{key}_error"])
-        kwargs = {"color": colour, "ms": 4, "lw": 1.2, "capsize": 2, "label": label}
-        ax.errorbar(x, found.updates[key], error, fmt=style, **kwargs)
-    others = [f.updates[k] for f in everyone if f.updates for k in ("size", "change")]
-    top = np.nanmax(np.concatenate([*others, [0.1]]))
-    ax.set_ylim(0, 1.1 * top)
-    ax.set_ylabel("relative to the state")
-    ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderpad=0)
-    error = np.nan_to_num(2 * found.updates["cosine_error"])
-    turn.errorbar(x, found.updates["cosine"], error, fmt="D-", color=GREEN, ms=4, lw=1.2, capsize=2)
-    lowest = min(float(np.nanmin([*f.updates["cosine"], 1])) for f in everyone if f.updates)
-    turn.set_ylim(min(0.0, lowest - 0.05), 1.03)
-    turn.set_title("cosine of h and h′", loc="left")
-    for each in (ax, turn):
-        each.set_xticks(x, found.labels())
-        each.set_xlim(-0.4, len(x) - 0.6)
-        each.set_xlabel("iteration")
-
-
-def draw_cka(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """Similarity of the states between iterations."""
-    assert found.cka is not None
-    ax = canvas.subplots()
-    names = _state_names(found)
-    _heatmap(ax, found.cka, names, names, Normalize(0, 1))
-
-
-def draw_lens(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """Loss if the loop ended at each state, and where the answer appears."""
-    assert found.lens is not None
+@drawing("lens", "Logit lens: at which loop does the answer appear?", (4.6, 4.0))
+def draw_lens(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """Above: the loss if the loop ended at this state, read through f_post (the last one is the
+    model’s own loss) or by the final norm and head alone. Below: at which state the most likely
+    token first is what it will be at the end, and stays so. At a fixed draw of
+    positions where a sequence is long."""
     top, bottom = canvas.subplots(2, 1, sharex=True, height_ratios=(1.25, 1))
-    x = np.arange(len(found.lens["loss"]))
-    top.plot(x, found.lens["loss"], "o-", color=BLUE, ms=4, lw=1.2, label="through post")
-    top.plot(
-        x, found.lens["direct_loss"], "^--", color=GREY, ms=4, lw=1, label="norm and head only"
-    )
-    for k, loss in enumerate(found.lens["loss"]):
-        at: dict[str, Any] = {"xytext": (0, -5), "textcoords": "offset points", "va": "top"}
-        top.annotate(f"{loss:.2f}", (k, loss), color=BLUE, size=7, ha="center", **at)
-    losses = [f.lens[k] for f in everyone if f.lens for k in ("loss", "direct_loss")]
-    low, high = np.nanmin(np.concatenate(losses)), np.nanmax(np.concatenate(losses))
-    top.set_ylim(max(0, low - 0.22 * (high - low) - 0.2), high + 0.08 * (high - low))
+    lens = model["lens"]
+    x = np.arange(len(lens["loss"]))
+    top.plot(x, lens["loss"], "o-", color=BLUE, ms=4, lw=1.2, label="through post")
+    direct: dict[str, Any] = {"color": GREY, "ms": 4, "lw": 1, "label": "norm and head only"}
+    top.plot(x, lens["direct_loss"], "^--", **direct)
+    for place in zip(x, lens["loss"], strict=True):
+        words = {"xytext": (0, -5), "textcoords": "offset points", "va": "top", "ha": "center"}
+        top.annotate(f"{place[1]:.2f}", place, color=BLUE, size=7, **words)
+    top.margins(y=0.22)
     top.set_ylabel("loss, nats per token")
-    top.legend(loc="upper right", borderpad=0)
-    width = 0.38
-    for k, (key, colour, hatch, label) in enumerate(
-        (
-            ("settled", BLUE, "", "all positions"),
-            ("settled_right", ORANGE, "////", "where it is right"),
-        )
+    top.legend(loc="best", borderpad=0)
+    for key, side, colour, hatch, label in (
+        ("settled", -0.19, BLUE, "", "all positions"),
+        ("settled_right", 0.19, ORANGE, "////", "where it is right"),
     ):
-        shares = 100 * found.lens[key]
-        place = x + (k - 0.5) * width
-        style: dict[str, Any] = {
-            "color": colour,
-            "ec": "white",
-            "lw": 0,
-            "hatch": hatch,
-            "label": label,
-        }
-        bars = bottom.bar(place, np.nan_to_num(shares), width, **style)
-        bottom.bar_label(bars, [f"{s:.0f}" for s in shares], size=6.5, padding=1)
+        shares = 100 * lens[key]
+        style = {"color": colour, "ec": "white", "lw": 0, "hatch": hatch, "label": label}
+        bars = bottom.bar(x + side, np.nan_to_num(shares), 0.38, **style)
+        bottom.bar_label(bars, [f"{share:.0f}" for share in shares], size=6.5, padding=1)
     bottom.set_ylim(0, 112)
     bottom.set_yticks([0, 50, 100])
     bottom.set_ylabel("% of answers")
     bottom.legend(loc="upper left", ncols=2, borderpad=0, bbox_to_anchor=(0, 1.16))
-    bottom.set_xticks(x, _state_names(found))
+    bottom.set_xticks(x, ["before", *model.labels()])
     bottom.set_xlabel("state: before the loop, then after each iteration")
+    return [top.yaxis]
 
 
-def draw_routing(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """MeSH: slots written and read, coefficients of each state, and what they amount to."""
-    assert found.routing is not None
-    axes = canvas.subplots(2, 2, width_ratios=(1, 1))
-    count, slots = found.routing["write"].shape
-    states = _state_names(found, lines=False)
-    terms = ["x", "v", *(f"ũ {name}" for name in _update_names(found))]
-    writers = ["v", *(f"ũ {name}" for name in _update_names(found))]
-    weights = [f.routing[k].max() for f in everyone if f.routing for k in ("write", "read")]
-    names = [str(slot) for slot in range(slots)]
-    scale = Normalize(0, max(*weights, 0.5))
-    _heatmap(axes[0, 0], found.routing["write"], writers, names, scale)
-    _heatmap(axes[0, 1], found.routing["read"], states, names, scale)
-    later = np.triu(np.ones((count, count + 1), bool), 2)  # a state knows no later update
-    for ax, key in ((axes[1, 0], "coefficients"), (axes[1, 1], "share")):
-        values = np.where(later, np.nan, found.routing[key])
-        _heatmap(ax, values, states, terms, Normalize(0, max(float(np.nanmax(values)), 0.5)))
-    axes[0, 0].set_title("into which slot it is written", loc="left")
-    axes[0, 1].set_title("which slot the state reads", loc="left")
-    axes[1, 0].set_title("coefficient in the state", loc="left")
-    axes[1, 1].set_title("share of the state, by norm", loc="left")
+@drawing("updates", "How far each iteration moves the state", (4.6, 2.6))
+def draw_updates(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """Means over tokens; bars are two standard errors over sequences."""
+    ax, turn = canvas.subplots(1, 2, width_ratios=(1.4, 1))
+    for place, key, style, colour, label in (
+        (ax, "size", "s-", BLUE, "update ‖ũ‖ / ‖h‖"),
+        (ax, "change", "o--", ORANGE, "change ‖h′-h‖ / ‖h‖"),
+        (turn, "cosine", "D-", GREEN, "cosine of h and h′"),
+    ):
+        values, errors = model["updates"][key], model["updates"][f"{key}_error"]
+        _with_errors(place, values, errors, style, color=colour, label=label)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel("relative to the state")
+    turn.set_ylim(min(0, turn.get_ylim()[0]), 1.03)
+    for each in (ax, turn):
+        each.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderpad=0)
+        each.set_xticks(range(len(model.iterations)), model.labels())
+        each.set_xlim(-0.4, len(model.iterations) - 0.6)
+        each.set_xlabel("iteration")
+    return [ax.yaxis, turn.yaxis]
 
 
-def draw_chunks(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """α and β by place in the chunk, as multiples of an even share."""
-    coarse = [it for it in found.iterations if it.chunk > 1]
+@drawing("cka", "Similarity of states (CKA)", (3.4, 2.9))
+def draw_cka(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """Linear CKA with the unbiased estimator, of the loop state before the loop and after each
+    iteration: 1 means the same up to rotation and scale."""
+    names = ["before", *model.labels()]
+    _heatmap(canvas.subplots(), "", model["cka"], names, names)
+    return []
+
+
+@drawing(
+    "routing",
+    "MeSH routing",
+    (5.6, 4.6),
+    applies=lambda model: "routing" in model,
+    needs="topology mesh",
+)
+def draw_routing(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """Means over tokens. Above: the slots into which v and each update ũ are written, and the
+    slots that each state reads. Below: the coefficients of each state over the embeddings x,
+    the pre-loop output v and the updates so far; and the same weighted by their norms."""
+    routing = model["routing"]
+    states, updates = ["before", *model.labels()], [f"ũ {name}" for name in model.labels()]
+    slots = [str(slot) for slot in range(routing["write"].shape[1])]
+    later = np.triu(np.ones(routing["share"].shape, bool), 2)  # a state knows no later update
+    made_of = {key: np.where(later, np.nan, routing[key]) for key in ("coefficients", "share")}
+    (a, b), (c, d) = canvas.subplots(2, 2)
+    _heatmap(a, "into which slot it is written", routing["write"], ["v", *updates], slots)
+    _heatmap(b, "which slot the state reads", routing["read"], states, slots)
+    terms = ["x", "v", *updates]
+    _heatmap(c, "coefficient in the state", made_of["coefficients"], states, terms)
+    _heatmap(d, "share of the state, by norm", made_of["share"], states, terms)
+    return []
+
+
+@drawing(
+    "chunks",
+    "Inside a chunk: aggregation and allocation",
+    (4.8, 3.4),
+    applies=lambda model: any(
+        model.profile(probe, iteration)
+        for probe in ("aggregation", "allocation")
+        for iteration in model.iterations
+    ),
+    needs="chunks with learned aggregation or allocation",
+)
+def draw_chunks(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """How much each place of a chunk gives to its latent (α) and how much of the update it is
+    dealt (β), as multiples of an even share; lines are one standard deviation over chunks. The
+    update dealt to place ρ reaches the token s places later. Evenness is entropy over log g."""
+    coarse = [iteration for iteration in model.iterations if iteration.chunk > 1]
     axes = canvas.subplots(2, len(coarse), sharey="row", squeeze=False)
-    colours = iteration_colours(found)
-    for column, it in zip(axes.T, coarse, strict=True):
-        profiles = (found.aggregation[it.index], found.allocation[it.index])
-        for ax, profile in zip(column, profiles, strict=True):
-            x = np.arange(it.chunk)
+    colours = plots.shades(len(model.iterations))
+    for row, probe, symbol in zip(axes, ("aggregation", "allocation"), "αβ", strict=True):
+        row[0].set_ylabel(f"{symbol} · g ({probe})")
+        for ax, iteration in zip(row, coarse, strict=True):
+            profile, g = model.profile(probe, iteration), iteration.chunk
             ax.axhline(1, color=GREY, lw=0.7, ls=":")
             if profile is None:
                 ax.text(0.5, 0.5, "fixed", transform=ax.transAxes, ha="center", color=GREY)
             else:
-                mean, spread = profile["mean"] * it.chunk, profile["spread"] * it.chunk
-                kwargs = {"ecolor": GREY, "capsize": 1.5, "error_kw": {"lw": 0.6}}
-                low = np.minimum(spread, mean)
-                colour = colours[it.index]
-                ax.bar(x, mean, 0.8, color=colour, alpha=0.8, yerr=[low, spread], **kwargs)
+                mean, spread = g * profile["mean"], g * profile["spread"]
+                style = {"ecolor": GREY, "capsize": 1.5, "error_kw": {"lw": 0.6}, "alpha": 0.8}
+                style |= {
+                    "color": colours[iteration.index],
+                    "yerr": [spread.clip(max=mean), spread],
+                }
+                ax.bar(np.arange(g), mean, **style)
                 ax.set_title(f"evenness {profile['evenness']:.2f}", loc="right", size=7, pad=2)
             ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            ax.set_xlim(-0.6, it.chunk - 0.4)
-            ax.set_ylim(bottom=0)
-        column[0].set_title(str(it.resolution), loc="left", weight="bold")
-        column[1].set_xlabel("place in chunk")
-    axes[0, 0].set_ylabel("α · g (aggregation)")
-    axes[1, 0].set_ylabel("β · g (allocation)")
+            ax.set_xlim(-0.6, g - 0.4)
+        row[0].set_ylim(bottom=0)
+    for (upper, lower), iteration in zip(axes.T, coarse, strict=True):
+        upper.set_title(str(iteration.resolution), loc="left", weight="bold")
+        lower.set_xlabel("place in chunk")
+    return []
 
 
-def draw_position(canvas: Canvas, found: Findings, everyone: list[Findings]) -> None:
-    """Loss by position in the sequence, and by place in a chunk."""
-    phases = found.loss["phases"]
-    heights = [1.3] + [1] * len(phases)
+@drawing("position", "Loss by position, and within chunks", (4.6, 4.8), applies=lambda model: True)
+def draw_position(canvas: Canvas, model: ModelResult) -> Sequence[Axis]:
+    """Loss of the token predicted at each position; below, its excess over the mean by the
+    place in the chunk of the token that predicts, with two standard errors over sequences;
+    beside it the same less the control’s on the same text, where there is one. With the
+    right-shift the latent of a chunk is known only from its last place on."""
+    loss = model["loss"]
+    heights = [1.3] + [1] * len(loss["phases"])
     top, *rest = canvas.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    edges = found.loss["edges"]
-    x = np.arange(len(edges) - 1)
-    top.plot(x, found.loss["by_position"], "o-", color=BLUE, ms=3, lw=1.2)
-    names = [f"{int(a)}" if b <= a + 1 else f"{int(a)}–" for a, b in pairwise(edges)]
-    top.set_xticks(x[:: 1 + len(x) // 9], names[:: 1 + len(x) // 9])
+    x = np.arange(len(loss["by_position"]))
+    top.plot(x, loss["by_position"], "o-", color=BLUE, ms=3, lw=1.2)
+    names = [f"{int(a)}" if b <= a + 1 else f"{int(a)}–" for a, b in pairwise(loss["edges"])]
+    every = 1 + len(x) // 9
+    top.set_xticks(x[::every], names[::every])
     top.set_xlabel("position in the sequence", labelpad=1)
     top.set_ylabel("loss")
-    top.yaxis.set_major_locator(MaxNLocator(4))
-    losses = np.concatenate([f.loss["by_position"] for f in everyone])
-    margin = 0.06 * float(np.nanmax(losses) - np.nanmin(losses)) + 0.01
-    top.set_ylim(np.nanmin(losses) - margin, np.nanmax(losses) + margin)
-    peak = [
-        np.abs(p["excess"]) + np.nan_to_num(2 * p["error"])
-        for f in everyone
-        for p in f.loss["phases"]
-    ]
-    limit = 1.15 * float(np.nanmax(np.concatenate([*peak, [1e-3]])))
-    for ax, phase in zip(rest, phases, strict=True):
-        g = int(phase["chunk"])
+    for ax, phase in zip(rest, loss["phases"], strict=True):
+        ax.sharey(rest[0])
         ax.axhline(0, color=GREY, lw=0.7)
-        error = np.nan_to_num(2 * phase["error"])
-        style: dict[str, Any] = {"ms": 3, "capsize": 2, "lw": 0.9}
-        ax.errorbar(np.arange(g), phase["excess"], error, fmt="s", color=ORANGE, **style)
+        _with_errors(ax, phase["excess"], phase["error"], "s", color=ORANGE)
         if "against" in phase:
-            error = np.nan_to_num(2 * phase["against_error"])
-            style |= {"color": BLUE, "mfc": "white", "label": "less the control’s"}
-            ax.errorbar(np.arange(g) + 0.12, phase["against"], error, fmt="o", **style)
-            if ax is rest[0]:
-                ax.legend(loc="lower right", borderpad=0, bbox_to_anchor=(1, 0.97))
-        ax.set_ylim(-limit, limit)
+            style = {"color": BLUE, "mfc": "white", "label": "less the control’s"}
+            _with_errors(ax, phase["against"], phase["against_error"], "o", 0.12, **style)
+        g = int(phase["chunk"])
         ax.set_xlim(-0.5, g - 0.5)
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         ax.set_ylabel(f"excess, g = {g}")
     if rest:
         rest[-1].set_xlabel("place of the token in its chunk")
+        if rest[0].get_legend_handles_labels()[1]:
+            rest[0].legend(loc="lower right", borderpad=0, bbox_to_anchor=(1, 0.97))
+    return [ax.yaxis for ax in (top, *rest)]
 
 
-def _heatmap(
-    ax: Axes,
-    values: np.ndarray,
-    rows: list[str],
-    columns: list[str],
-    norm: Normalize,
+def _with_errors(
+    ax: Axes, values: np.ndarray, errors: np.ndarray, style: str, right: float = 0, **kwargs: Any
 ) -> None:
-    ax.imshow(values, cmap=MAP, norm=norm, aspect="auto", interpolation="none")
+    """Bars of two standard errors; none where a single sequence has no error."""
+    x, bars = np.arange(len(values)) + right, np.nan_to_num(2 * errors)
+    ax.errorbar(x, values, bars, fmt=style, ms=4, lw=1.2, capsize=2, **kwargs)
+
+
+def _heatmap(ax: Axes, title: str, values: np.ndarray, rows: list[str], columns: list[str]) -> None:
+    highest = np.fmax.reduce(values, axis=None, initial=0.5)
+    ax.imshow(values, cmap=MAP, vmin=0, vmax=highest, aspect="auto", interpolation="none")
     for (r, c), value in np.ndenumerate(values):
         if np.isfinite(value):
-            text = f"{value:.2f}".replace("0.", ".", 1) if value < 0.995 else f"{value:.2g}"
-            ax.text(c, r, text, ha="center", va="center", size=6.5)
-    crowded = len(columns) > 5 and max(map(len, columns)) > 2
+            ax.text(c, r, f"{value:.2f}", ha="center", va="center", size=6.5)
+    ax.set_title(title, loc="left")
     ax.set_yticks(range(len(rows)), rows)
-    ax.set_xticks(range(len(columns)), columns, rotation=30 if crowded else 0)
+    ax.set_xticks(range(len(columns)), columns)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
-
-
-def _update_names(found: Findings) -> list[str]:
-    return [label.split("\n")[-1].replace("loop ", "t=") for label in found.labels()]
-
-
-def _state_names(found: Findings, lines: bool = True) -> list[str]:
-    """h⁽⁰⁾ is "before"; the others are named by the iteration that made them."""
-    names = found.labels() if lines else _update_names(found)
-    return ["before", *names]
-
-
-# ---------------------------------------------------------------------------- all of them
-
-
-def _has_loop(found: Findings) -> bool:
-    return bool(found.iterations)
-
-
-def _has_chunks(found: Findings) -> bool:
-    return any(it.chunk > 1 for it in found.iterations) and any(
-        profile is not None for profile in (*found.aggregation, *found.allocation)
-    )
-
-
-LOOP = "a loop"
-DRAWINGS = (
-    Drawing(
-        "shift-dynamic",
-        "Cross-loop shifts, dynamic heads",
-        "The 40 % of heads with the largest range across the loop, chosen for each metric by "
-        "itself. Left: how heads are distributed at each iteration (a tick is a head). Right: "
-        "boxes, a faint line for each head, the mean in black. Diamonds: what a head that attends "
-        "to all earlier keys alike would give, that is, the geometry of the iteration.",
-        (4.6, 4.3),
-        lambda f: _has_loop(f) and any(f.dynamic(m).any() for m in METRICS),
-        "a loop of two or more iterations whose heads differ",
-        lambda *args: draw_shift("dynamic", *args),
-    ),
-    Drawing(
-        "shift-all",
-        "Cross-loop shifts, all heads",
-        "The same without any selection of heads.",
-        (4.6, 4.3),
-        _has_loop,
-        LOOP,
-        lambda *args: draw_shift("all", *args),
-    ),
-    Drawing(
-        "heads",
-        "Where the shifts are: layer and head",
-        "The range of each head across the loop, min–max normalised in each map; the true ranges "
-        "stand above. Boxed: dynamic heads.",
-        (4.6, 3.8),
-        _has_loop,
-        LOOP,
-        draw_heads,
-    ),
-    Drawing(
-        "profile",
-        "Attention through the whole depth",
-        "Every layer in the order in which it runs: median of the heads, quartiles (band) and "
-        "extremes (lines). Windows and lengths are each stage’s own.",
-        (4.6, 3.6),
-        lambda f: True,
-        "",
-        draw_profile,
-    ),
-    Drawing(
-        "lens",
-        "Logit lens: at which loop does the answer appear?",
-        "Above: the loss if the loop ended at this state, read through f_post (the last one is the "
-        "model’s own loss) or by the final norm and head alone. Below: at which state the most "
-        "likely token first is what it will be at the end, and stays so. At up to "
-        f"{LENS_POSITIONS} positions of each sequence.",
-        (4.6, 4.0),
-        lambda f: f.lens is not None,
-        LOOP,
-        draw_lens,
-    ),
-    Drawing(
-        "updates",
-        "How far each iteration moves the state",
-        "Means over tokens; bars are two standard errors over sequences.",
-        (4.6, 2.6),
-        lambda f: f.updates is not None,
-        LOOP,
-        draw_updates,
-    ),
-    Drawing(
-        "cka",
-        "Similarity of states (CKA)",
-        "Linear CKA with the unbiased estimator, of the loop state before the loop and after each "
-        "iteration: 1 means the same up to rotation and scale.",
-        (3.4, 2.9),
-        lambda f: f.cka is not None,
-        LOOP,
-        draw_cka,
-    ),
-    Drawing(
-        "routing",
-        "MeSH routing",
-        "Means over tokens. Above: the slots into which v and each update ũ are written, and the "
-        "slots that each state reads. Below: the coefficients of each state over the embeddings x, "
-        "the pre-loop output v and the updates so far; and the same weighted by their norms.",
-        (5.6, 4.6),
-        lambda f: f.routing is not None,
-        "topology mesh",
-        draw_routing,
-    ),
-    Drawing(
-        "chunks",
-        "Inside a chunk: aggregation and allocation",
-        "How much each place of a chunk gives to its latent (α) and how much of the update it is "
-        "dealt (β), as multiples of an even share; lines are one standard deviation over chunks. "
-        "The update dealt to place ρ reaches the token s places later. Evenness is entropy over "
-        "log g.",
-        (4.8, 3.4),
-        _has_chunks,
-        "chunks with learned aggregation or allocation",
-        draw_chunks,
-    ),
-    Drawing(
-        "position",
-        "Loss by position, and within chunks",
-        "Loss of the token predicted at each position; below, its excess over the mean by the "
-        "place in the chunk of the token that predicts, with two standard errors over sequences; "
-        "beside it the same less the control’s on the same text, where there is one. With the "
-        "right-shift the latent of a chunk is known only from its last place on.",
-        (4.6, 4.8),
-        lambda f: True,
-        "",
-        draw_position,
-    ),
-)
-
-
-def render(drawing: Drawing, shown: list[Findings], everyone: list[Findings]) -> Figure:
-    """A figure with these models side by side, on scales common to everyone."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        width, height = drawing.size
-        figure = Figure(figsize=(width * len(shown), height), layout="constrained")
-        FigureCanvasAgg(figure)
-        comparable = [f for f in everyone if drawing.applies(f)]
-        parts: Any = figure.subfigures(1, len(shown), squeeze=False)[0]
-        for part, found in zip(parts, shown, strict=True):
-            drawing.draw(part, found, comparable)
-            if len(everyone) > 1:
-                part.suptitle(f"{found.name}   {found.config.layout}", size=8.5, weight="bold")
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # what was laid out once stays so in every format
-        return figure
-
-
-def to_bytes(figure: Figure, kind: str) -> bytes:
-    """PNG or SVG without a date, a version or anything random in it."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        buffer = io.BytesIO()
-        metadata: dict[str, Any] = (
-            {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-        )
-        figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
-        return _named(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
-
-
-def _named(svg: bytes) -> bytes:
-    """Clip paths numbered as they come. Matplotlib names them by a hash of every bit of their
-    place, and the last bits of a layout are not always the same."""
-    names: dict[bytes, bytes] = {}
-    return re.sub(
-        rb"\bp[0-9a-f]{10}\b",
-        lambda found: names.setdefault(found[0], b"clip%d" % len(names)),
-        svg,
-    )
-
-
-def write_figures(models: list[Findings], folder: Path) -> list[Path]:
-    """NAME.png and NAME.svg of every drawing that applies to at least one of the models."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for drawing in DRAWINGS:
-        shown = [found for found in models if drawing.applies(found)]
-        if shown:
-            figure = render(drawing, shown, models)
-            for kind in ("png", "svg"):
-                written.append(folder / f"{drawing.name}.{kind}")
-                written[-1].write_bytes(to_bytes(figure, kind))
-    return written
-
-
-def panels(drawing: Drawing, models: list[Findings], folder: Path) -> list[tuple[Findings, bytes]]:
-    """The drawing of each model by itself, as SVG: of one model, the file that was written."""
-    shown = [found for found in models if drawing.applies(found)]
-    if len(shown) == 1:
-        return [(shown[0], (folder / f"{drawing.name}.svg").read_bytes())]
-    return [(found, to_bytes(render(drawing, [found], models), "svg")) for found in shown]

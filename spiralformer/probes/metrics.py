@@ -1,18 +1,22 @@
 """What is measured, as functions of numbers: no hooks, no files, no models.
 
-Shapes: H heads, Q queries, N keys (an iteration's own length n_t), T iterations, S states.
+Shapes: B batch, H heads, Q queries, N keys (an iteration's own length n_t), T iterations, S states.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-GAMMA = 32  # tokens in the local window, at full resolution
+from spiralformer.probes import GAMMA
+
+METRICS = ("entropy", "local_mass")  # of the attention of a head
 DYNAMIC_SHARE = Fraction(2, 5)
 NEGLIGIBLE = 1e-12  # a spread that is numerically nothing
 CKA_POSITIONS = 1024  # of a sequence that enter the similarity of states
@@ -27,39 +31,28 @@ def window(resolution: Fraction, gamma: int = GAMMA) -> int:
     return math.ceil(gamma * resolution)
 
 
-class AttentionSums:
-    """The two attention metrics of one layer and sequence, from rows given a few at a time.
+def attention_metrics(blocks: Iterable[Tensor], length: int, window: int) -> Tensor:
+    """(2, H): the entropy of the key-marginal over log n, which needs two keys, and LAM, the mean
+    weight of the `window` keys before each query.
 
-    Both are sums over queries, so no attention matrix is ever whole. Sums are in float64.
+    Each block (H, Q, K) has the rows of the next Q queries, whose keys from K on have no weight.
+    Both metrics are sums over queries, so no attention matrix is ever whole; sums are in float64.
     """
-
-    def __init__(self, heads: int, length: int, window: int, device: torch.device | str = "cpu"):
-        self.length, self.window = length, window
-        self.keys = torch.zeros(heads, length, dtype=torch.float64, device=device)
-        self.local = torch.zeros(heads, dtype=torch.float64, device=device)
-
-    def add(self, rows: Tensor, start: int) -> None:
-        """Rows of queries start, start+1, …: (H, Q, K), whose keys from K on have no weight."""
+    marginal = local = torch.zeros(())
+    start = 0
+    for rows in blocks:
         queries, keys = rows.shape[1:]
-        self.keys[:, :keys] += rows.sum(1, dtype=torch.float64)
-        first = max(start - self.window, 0)
+        total = rows.sum(1, dtype=torch.float64)
+        marginal = marginal.to(total) + F.pad(total, (0, length - keys))
+        first = max(start - window, 0)
         q = torch.arange(start, start + queries, device=rows.device)[:, None]
         k = torch.arange(first, keys, device=rows.device)
-        near = (q - self.window <= k) & (k < q)  # the query itself is not its own neighbourhood
-        self.local += (rows[:, :, first:] * near).sum((1, 2), dtype=torch.float64)
-
-    def entropy(self) -> Tensor:
-        """H, (heads): entropy of the key-marginal over log n; undefined for fewer than 2 keys."""
-        if self.length < 2:
-            return torch.full_like(self.local, torch.nan)
-        p = self.keys / self.keys.sum(1, keepdim=True)
-        return torch.special.entr(p).sum(1) / math.log(self.length)
-
-    def local_mass(self) -> Tensor:
-        """LAM, (heads): the mean weight of the `window` keys before each query."""
-        if self.length < 1:
-            return torch.full_like(self.local, torch.nan)
-        return self.local / self.length
+        near = (q - window <= k) & (k < q)  # the query itself is not its own neighbourhood
+        local = local.to(total) + (rows[:, :, first:] * near).sum((1, 2), dtype=torch.float64)
+        start += queries
+    p = marginal / marginal.sum(1, keepdim=True)
+    entropy = torch.special.entr(p).sum(1) / (math.log(length) or math.nan)
+    return torch.stack([entropy, local / length])
 
 
 def uniform_reference(length: int, window: int) -> tuple[float, float]:
@@ -88,11 +81,11 @@ def cross_loop_range(values: np.ndarray) -> np.ndarray:
     present = ~np.isnan(values).all(axis=(1, 2)) if values.size else np.zeros(0, bool)
     if not present.any():
         return np.full(values.shape[1:], np.nan)
-    return values[present].max(0) - values[present].min(0)
+    return np.ptp(values[present], axis=0)
 
 
-def dynamic_heads(delta: np.ndarray, share: Fraction = DYNAMIC_SHARE) -> np.ndarray:
-    """The heads with the largest ranges: `share` of those that have one, rounded, at least one.
+def dynamic_heads(delta: np.ndarray) -> np.ndarray:
+    """The heads with the largest ranges: 40 % of those that have one, rounded, at least one.
 
     None at all where no head moves. Ties go to the lower layer, then the lower head.
     """
@@ -100,17 +93,16 @@ def dynamic_heads(delta: np.ndarray, share: Fraction = DYNAMIC_SHARE) -> np.ndar
     known = np.flatnonzero(~np.isnan(flat))
     chosen = np.zeros(flat.shape, bool)
     if known.size and flat[known].max() > NEGLIGIBLE:
-        count = max(1, math.floor(share * known.size + Fraction(1, 2)))
+        count = max(1, math.floor(DYNAMIC_SHARE * known.size + Fraction(1, 2)))
         chosen[known[np.argsort(-flat[known], kind="stable")[:count]]] = True
     return chosen.reshape(delta.shape)
 
 
 def min_max(delta: np.ndarray) -> np.ndarray:
     """To [0, 1]; all zero if the spread is negligible or a value not finite (the paper's rule)."""
-    if not delta.size or not np.isfinite(delta).all():
+    if not delta.size or not np.isfinite(delta).all() or np.ptp(delta) <= NEGLIGIBLE:
         return np.zeros(delta.shape)
-    low, high = delta.min(), delta.max()
-    return (delta - low) / (high - low) if high - low > NEGLIGIBLE else np.zeros(delta.shape)
+    return (delta - delta.min()) / np.ptp(delta)
 
 
 # ---------------------------------------------------------------------------- states and answers
@@ -124,27 +116,24 @@ def positions(length: int, most: int) -> Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(0))[:most].sort()[0]
 
 
-def hsic(states: list[Tensor]) -> np.ndarray:
-    """Unbiased HSIC with linear kernels of every pair of states (n, D) → (S, S).
+def hsic(states: Tensor) -> Tensor:
+    """Unbiased HSIC with linear kernels of every pair of states: (S, n, D) → (S, S).
 
     The estimator of Song et al. (2012): unlike the plain one it can be averaged over sequences and
     does not call any two states alike when a sequence has fewer tokens than the width.
     """
-    n = states[0].shape[0]
-    count = len(states)
+    count, n = states.shape[:2]
     if n < 4:
-        return np.full((count, count), np.nan)
-    grams = []
-    for state in states:
-        x = state.double()
-        x = x - x.mean(0)
-        grams.append((x @ x.T).fill_diagonal_(0))
-    sums = torch.stack([gram.sum(1) for gram in grams])  # S n
+        return torch.full((count, count), torch.nan)
+    x = states.double()
+    x = x - x.mean(1, keepdim=True)
+    grams = x @ x.mT
+    grams.diagonal(dim1=1, dim2=2).zero_()
+    sums = grams.sum(2)  # S n
     totals = sums.sum(1)
-    found = torch.stack([torch.stack([(a * b).sum() for b in grams]) for a in grams])
-    found += totals[:, None] * totals / ((n - 1) * (n - 2))
-    found -= 2 / (n - 2) * (sums @ sums.T)
-    return (found / (n * (n - 3))).cpu().numpy()
+    values = grams.flatten(1) @ grams.flatten(1).T
+    values += totals[:, None] * totals / ((n - 1) * (n - 2)) - 2 / (n - 2) * (sums @ sums.T)
+    return values / (n * (n - 3))
 
 
 def cka(mean_hsic: np.ndarray) -> np.ndarray:
@@ -154,10 +143,9 @@ def cka(mean_hsic: np.ndarray) -> np.ndarray:
 
 
 def settled(predictions: Tensor) -> Tensor:
-    """(S, L) → (L): from which state on a prediction is, and stays, the last state's."""
-    differs = predictions != predictions[-1]
-    index = torch.arange(1, len(predictions) + 1, device=predictions.device)[:, None]
-    return (differs * index).amax(0)
+    """(S, …) → (…): from which state on a prediction is, and stays, the last state's."""
+    same = (predictions == predictions[-1]).flip(0)
+    return len(predictions) - same.long().cumprod(0).sum(0)
 
 
 # ---------------------------------------------------------------------------- over sequences
@@ -175,5 +163,4 @@ def standard_error(values: np.ndarray) -> np.ndarray:
     """Of that mean."""
     count = (~np.isnan(values)).sum(0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        variance = mean((values - mean(values)) ** 2) * count / (count - 1)
-        return np.sqrt(variance / count)
+        return np.sqrt(mean((values - mean(values)) ** 2) / (count - 1))
