@@ -106,21 +106,18 @@ def test_overrides_change_the_run_and_what_follows_from_the_model():
         ("lr=1", "unknown field 'lr'; did you mean 'optim.lr'?"),
         ("model.layuot=3", "model: unknown field 'layuot'; did you mean 'layout'?"),
         ("model.layout=3x", "model: layout '3x': not a layout"),
-        ("optim.lr=fast", "optim.lr 'fast' must be a number"),
-        ("optim.lr=-1", "optim.lr -1 must be greater than 0"),
+        ("optim.lr=fast", "optim.lr 'fast': input should be a valid number"),
+        ("optim.lr=-1", "optim.lr '-1': input should be greater than 0"),
         ("optim.betas=0.9", "optim.betas.1 is missing"),
-        ("optim.warmup=2", "optim.warmup 2 must be less than or equal to 1"),
-        ("steps=1.5", "steps 1.5 must be a whole number"),
-        ("steps=nan", "steps nan must be a finite number"),
-        ("seed=-1", "seed -1 must be greater than or equal to 0"),
-        ("compile=maybe", "compile 'maybe' must be true or false"),
-        ("precision=fp8", "precision 'fp8' must be 'auto', 'float32' or 'bfloat16'"),
+        ("steps=1.5", "steps '1.5': input should be a valid integer"),
+        ("steps=1e999", "steps inf: input should be a finite number"),
+        ("compile=maybe", "compile 'maybe': input should be a valid boolean"),
+        ("precision=fp8", "precision 'fp8': input should be 'auto', 'float32' or 'bfloat16'"),
         ("length=2048", "length 2048 must lie in 1 … 1024, model.max_length"),
         ("length=8", "length 8 is too short for iteration 0"),
         ("micro_batch=7", "micro_batch 7 does not divide batch 512"),
-        ("optim=3", "optim '3' must be a group of fields"),
-        ("save.keep=0", "save.keep 0 must be greater than or equal to 1"),
-        ("optim.name=sgd", "optim.name 'sgd' is unknown; choose one of adamw"),
+        ("data=here", "data 'here': a group of fields; write for example data.path=…"),
+        ("optim.name=sgd", "optim.name 'sgd': unknown; choose one of adamw"),
         ("steps", "'steps': write field=value"),
     ],
 )
@@ -273,33 +270,22 @@ def test_bfloat16_is_close_to_float32(small, tmp_path):
 def test_auto_precision_is_what_is_fast_and_stays_what_it_was(small, fast, monkeypatch, capsys):
     monkeypatch.setattr(run, "bfloat16_is_fast", lambda device: fast)
     config, chosen = small(precision="auto", steps=4, save__every=2), ("float32", "bfloat16")[fast]
-    train(config)
-    speed = "fast" if fast else "slow"
-    assert f"{chosen} (auto: bfloat16 is {speed} here)" in capsys.readouterr().err
+    assert train(config).record["run"]["precision"] == chosen
+    assert "note: bfloat16 is slower" not in capsys.readouterr().err
     # As if it had been stopped, and gone on where it is otherwise.
     (Path(config.out) / "result.json").unlink()
     shutil.rmtree(checkpoints(config)[-1])
     monkeypatch.setattr(run, "bfloat16_is_fast", lambda device: not fast)
     assert train(config).record["run"]["precision"] == chosen
-    assert f"{chosen} (auto: as it began)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_bfloat16_where_it_is_slow_is_said(small, fast, monkeypatch, capsys):
-    monkeypatch.setattr(run, "bfloat16_is_fast", lambda device: fast)
-    train(small(precision="bfloat16", steps=1))
-    assert ("note: bfloat16 is slower" in capsys.readouterr().err) is not fast
+    assert ("note: bfloat16 is slower" in capsys.readouterr().err) is fast
 
 
 @pytest.mark.parametrize(("ratio", "fast"), [(0.5, True), (8.0, False)])
 def test_whether_bfloat16_is_fast_is_measured(ratio, fast, monkeypatch):
+    assert distributed._seconds(torch.bfloat16, torch.device("cpu"), size=64) > 0
     times = {torch.float32: 2e-3, torch.bfloat16: 2e-3 * ratio}
-    monkeypatch.setattr(distributed, "_seconds", lambda size, dtype, device: times[dtype])
+    monkeypatch.setattr(distributed, "_seconds", lambda dtype, device: times[dtype])
     assert distributed.bfloat16_is_fast.__wrapped__(torch.device("cpu")) is fast
-
-
-def test_the_measure_ends_on_this_device():
-    assert distributed.bfloat16_is_fast(torch.device("cpu")) in (True, False)
 
 
 @pytest.mark.slow

@@ -37,14 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = TrainConfig.load(args.config, args.settings)
+    main = os.environ.get("RANK", "0") == "0"
+    try:
+        config = TrainConfig.load(args.config, args.settings)
+    except UserError:
+        if main:
+            raise
+        return 2  # the main process says it
     if args.show:
-        print(config.to_yaml(), end="")
+        print(config.to_yaml() if main else "", end="")
         return 0
 
     from spiralformer.train import Interrupted, RunFolder, log, train
+    from spiralformer.train.distributed import SharedError
 
-    main = os.environ.get("RANK", "0") == "0"
     try:
         result = train(
             config,
@@ -55,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
         if main:
             print(f"spiralformer train: {stop}", file=sys.stderr)
         return 128 + stop.signal
-    except UserError:
+    except SharedError:
         if main:
             raise
-        return 2  # the main process has said it
+        return 2
     if main:
         if result.record["samples"]:
             print(log.sample_lines(result.record["samples"]) + "\n")

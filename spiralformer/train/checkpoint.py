@@ -10,11 +10,13 @@ They load on any number of processes. A checkpoint takes its name when it is com
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,58 @@ from spiralformer.files import digest, new_folder, read_json, write_json
 from spiralformer.train.distributed import Processes
 
 STATE, FILES, METADATA = "state.json", "files.json", ".metadata"
+
+
+@dataclass
+class TrainState:
+    """Where a run stands: what a checkpoint holds beside tensors. The learning rate and the data of
+    a step follow from the number of finished steps."""
+
+    step: int = 0
+    tokens: int = 0  # targets trained on
+    seconds: float = 0.0  # spent in steps
+    skipped: int = 0  # steps without an update, their loss or gradient not being finite
+    skipped_in_a_row: int = 0
+    # Since the last line of metrics.jsonl:
+    line_tokens: int = 0
+    line_seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> TrainState:
+        """From what `state.json` has, of this and else."""
+        return cls(**{each.name: fields[each.name] for each in dataclasses.fields(cls)})
+
+    def advance(self, loss: float, norm: float, targets: int, seconds: float) -> None:
+        """By a step."""
+        self.step += 1
+        self.tokens += targets
+        self.seconds += seconds
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            self.losses.append(loss)
+            self.norms.append(norm)
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+
+    def line(self, flops_per_token: float) -> dict[str, Any]:
+        """What metrics.jsonl says of the steps since its last line; skipped ones have no loss."""
+        seconds, tokens = self.seconds - self.line_seconds, self.tokens - self.line_tokens
+        speed = tokens / seconds if seconds else 0.0
+        mean = lambda values: math.fsum(values) / len(values) if values else None
+        line = {
+            "loss": mean(self.losses),
+            "grad_norm": mean(self.norms),
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+            "tokens_per_second": speed,
+            "flops_per_second": speed * flops_per_token,
+        }
+        self.line_seconds, self.line_tokens = self.seconds, self.tokens
+        self.losses, self.norms = [], []
+        return line
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,18 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from spiralformer.console import Progress
 from spiralformer.data.windows import IGNORED
-from spiralformer.decode.generate import Sampling, generate
+from spiralformer.decode import Sampling, generate
 from spiralformer.errors import UserError
 from spiralformer.train import log
 from spiralformer.train.config import TrainConfig
 from spiralformer.train.distributed import Processes, accumulating, start_processes, whole_model
-from spiralformer.train.log import Record
+from spiralformer.train.log import Record, Sink
 from spiralformer.train.optim import learning_rate, update
 from spiralformer.train.run import Corpus, Earlier, Run, RunFolder, RunPlan, TrainResult, open_run
 
@@ -31,7 +29,8 @@ def train(
     *,
     resume: Resume = "auto",
     quiet: bool = False,
-    watch: Callable[[Record], None] | None = None,
+    watch: Sink | None = None,
+    wait: bool = False,
 ) -> TrainResult:
     """Trains to the end, from the last checkpoint in `config.out` if there is one.
 
@@ -43,45 +42,45 @@ def train(
 
     resume: "auto" goes on from a checkpoint of the same recipe, and starts where there is none;
     "must" does not start; "never" removes what is there and starts. `watch` is given each record of
-    metrics.jsonl, on the main process."""
-    with start_processes(config.device) as processes:
-        return _train(config, processes, resume, quiet, watch)
+    metrics.jsonl, on the main process. `wait`: for another process at the folder, in place of being
+    refused."""
+    with (
+        start_processes(config.device) as processes,
+        Progress("step", shown=processes.main and not quiet) as progress,
+    ):
+        # In a function of its own, so that the model is gone when the processes part.
+        return _train(config, processes, progress, resume, watch, wait)
 
 
 def _train(
     config: TrainConfig,
     processes: Processes,
+    progress: Progress,
     resume: Resume,
-    quiet: bool,
-    watch: Callable[[Record], None] | None,
+    watch: Sink | None,
+    wait: bool,
 ) -> TrainResult:
-    folder = RunFolder(config.out)
-    with (
-        contextlib.ExitStack() as lock,
-        Progress("step", shown=processes.main and not quiet) as progress,
-    ):
-        earlier = Earlier()
+    folder, earlier = RunFolder(config.out), Earlier()
+    with contextlib.ExitStack() as lock:
         with processes.together():
+            corpus = Corpus.open(config)
             if processes.main:
-                lock.enter_context(folder.locked())
-                if resume == "never":
-                    folder.clear()
-                earlier = Earlier.of(folder, progress.say)
+                lock.enter_context(folder.locked(wait))
+                if resume != "never":
+                    earlier = Earlier.of(folder, progress.say)
                 if resume == "must" and earlier.identity is None:
                     raise UserError(f"{folder.checkpoints}: no checkpoint to resume from")
         earlier = processes.from_main(earlier)
         with processes.together():
-            corpus = Corpus.open(config)
             plan = RunPlan.of(config, corpus, processes, earlier)
-            if earlier.identity:
-                plan.refuse_another(folder, earlier.identity)
         if earlier.result:
-            steps = earlier.result["steps"]
-            progress.say(f"{folder.path} is finished ({steps:,} steps): nothing to do")
+            progress.say(f"{folder.path} is finished ({plan.steps:,} steps): nothing to do")
             return TrainResult(folder.path, earlier.result, again=True)
         for line in plan.describe(corpus):
             progress.say(line)
-        with open_run(folder, plan, corpus, earlier, progress, watch) as run:
+        if resume == "never" and processes.main:
+            folder.clear()
+        with open_run(folder, plan, corpus, earlier.checkpoint, progress, watch) as run:
             while run.state.step < plan.steps:
                 take_step(run)
                 look_at(run)
@@ -99,34 +98,32 @@ def take_step(run: Run) -> None:
     targets = run.corpus.train.targets_in(plan.samples(state.step))
     loss = forward_and_backward(run, targets)
     norm = update(run.optimizer, lr, optim.clip, loss)
-    state.advance(loss, norm, targets)
-    logs = plan.due(state.step, plan.config.log.every)
-    if logs:
-        state.read_losses()  # waits for the device; nothing else in a step does
-    state.seconds += time.perf_counter() - started
-    if logs:
+    state.advance(loss, norm, targets, time.perf_counter() - started)
+    if plan.due(state.step, plan.config.log.every):
         record = run.record("train", lr=lr, **state.line(plan.flops_per_token))
         run.progress.note = log.train_note(record)
         run.stop_if_diverged()
     run.progress.update(state.step)
 
 
-def forward_and_backward(run: Run, targets: int) -> Tensor:
+def forward_and_backward(run: Run, targets: int) -> float:
     """Gradients of the mean loss over all `targets` of a global batch, and that loss.
 
     A micro-batch counts by its targets, so it does not matter how the batch is cut into them or
     divided among processes. Under autocast a weight is cast once in each forward pass, however
     often the loop uses it: autocast keeps the cast copy until the pass ends."""
     plan, processes = run.plan, run.plan.processes
+    with processes.together():
+        batches = list(plan.micro_batches(run.corpus.train, run.state.step))
     total = torch.zeros((), device=processes.device)
-    for m, (ids, wanted) in enumerate(plan.micro_batches(run.corpus.train, run.state.step), 1):
+    for ids, wanted in batches:
         share = int((wanted != IGNORED).sum()) / targets
-        with accumulating(run.model, last=m == plan.micro_batch_count):
+        with accumulating(run.model, last=wanted is batches[-1][1]):
             with plan.autocast():
                 loss = run.model(plan.to_device(ids), plan.to_device(wanted)) * share
             (loss * processes.world).backward()  # the exchange of gradients takes their mean
         total += loss.detach()
-    return processes.sum(total)
+    return processes.sum(total).item()
 
 
 # ---------------------------------------------------------------------------- looking at it
@@ -154,18 +151,16 @@ def validate(run: Run) -> Record:
     assert run.corpus.valid_split is not None
     windows = min(len(data), math.ceil(plan.config.valid.tokens / data.length) or len(data))
     batches = data.in_order(plan.micro_batch, windows)
-    mine = itertools.islice(batches, processes.rank, None, processes.world)
-    rounds = math.ceil(windows / (plan.micro_batch * processes.world))
-    total, count, batch = 0.0, 0, next(data.in_order(1))
+    total, count = 0.0, 0
     run.model.eval()
-    for _ in range(rounds):
+    for shares in itertools.zip_longest(*[batches] * processes.world):
         # With nothing left, a process takes part all the same: sharded weights need everyone.
-        mine_now = next(mine, None)
-        ids, wanted = batch = mine_now or batch
+        ids, wanted = shares[processes.rank] or shares[0]
         with plan.autocast():
             loss = run.model(plan.to_device(ids), plan.to_device(wanted))
-        targets = int((wanted != IGNORED).sum()) if mine_now else 0
-        total, count = total + (loss.item() * targets if targets else 0), count + targets
+        if shares[processes.rank]:
+            targets = int((wanted != IGNORED).sum())
+            total, count = total + loss.item() * targets, count + targets
     run.model.train()
     total, count = processes.sum(torch.tensor([total, count], dtype=torch.float64)).tolist()
     mean, per_token = total / count, run.corpus.valid_split.bytes_per_token
