@@ -127,8 +127,9 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
         torch.empty(0, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device

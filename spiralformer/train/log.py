@@ -46,14 +46,18 @@ def metrics_file(path: Path, step: int) -> Iterator[Sink]:
     line = lambda record: json.dumps(record) + "\n"
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     write_text(path, "".join(map(line, kept)))
-    with open(path, "a", encoding="utf-8") as file:
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
-        def write(record: Record) -> None:
-            file.write(line(record))
-            file.flush()
-            os.fsync(file.fileno())
+    def write(record: Record) -> None:
+        file.write(line(record))
+        file.flush()
+        os.fsync(file.fileno())
 
+    try:
         yield write
+    finally:
+        with contextlib.suppress(OSError):  # of a line that could not be written
+            file.close()
 
 
 @contextlib.contextmanager
@@ -73,14 +77,8 @@ def tensorboard(folder: Path, step: int) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Iterator[Sink]:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            f"log.wandb {project!r}: wandb is not installed; pip install wandb, or leave it out"
-        ) from None
     place = folder.resolve()
-    run = wandb.init(
+    run = import_wandb(project).init(
         project=project,
         name=place.name,
         id=digest(str(place).encode()),  # so that it goes on with the run
@@ -92,6 +90,16 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> It
         yield lambda record: run.log(_numbers(record), step=record["step"])
     finally:
         run.finish()
+
+
+def import_wandb(project: str) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            f"log.wandb {project!r}: wandb is not installed; pip install wandb, or leave it out"
+        ) from None
+    return wandb
 
 
 def _numbers(record: Record) -> dict[str, float]:

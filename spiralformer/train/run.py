@@ -1,4 +1,4 @@
-"""A run: its folder, what it is, how it is taken up, saved, stopped and finished.
+"""A run: its folder, how it is taken up, saved, stopped and finished.
 
 RUN/lock             held by the process that trains here
 RUN/train.json       the recipe
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import platform
 import shutil
@@ -31,23 +30,17 @@ from torch import Tensor, nn
 
 import spiralformer
 from spiralformer import files
-from spiralformer.accounting import parameters, training_flops_per_token
+from spiralformer.accounting import parameters
 from spiralformer.console import Progress
-from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
-from spiralformer.data.windows import Split, TokenDataset, open_split, read_texts
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
 from spiralformer.train import log
 from spiralformer.train.checkpoint import Checkpoints, TrainState, newest_whole, read_state
-from spiralformer.train.config import TrainConfig, default_of
-from spiralformer.train.distributed import Processes, bfloat16_is_fast, parallelize, whole_model
+from spiralformer.train.distributed import SharedError, parallelize, whole_model
 from spiralformer.train.log import Record, Sink
 from spiralformer.train.optim import make_optimizer
-
-LARGEST_MICRO_BATCH = 8  # where the recipe does not say
-COMPRESSED_TEXT = 1 << 26  # bytes of validation text that gzip and xz are tried on, at most
-
+from spiralformer.train.plan import Corpus, Identity, RunPlan
 
 # ---------------------------------------------------------------------------- the folder
 
@@ -119,7 +112,7 @@ class Earlier(NamedTuple):
 
     result: Record | None = None
     checkpoint: Path | None = None
-    identity: dict[str, Any] | None = None
+    identity: Identity | None = None
 
     @classmethod
     def of(cls, folder: RunFolder, say: Callable[[str], None]) -> Earlier:
@@ -128,188 +121,6 @@ class Earlier(NamedTuple):
             return cls(result=result, identity=result["run"])
         path = newest_whole(folder.checkpoints, say)
         return cls(checkpoint=path, identity=read_state(path)["run"]) if path else cls()
-
-
-# ---------------------------------------------------------------------------- what a run is
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The data of a run, opened."""
-
-    train_split: Split
-    train: TokenDataset
-    valid_split: Split | None
-    valid: TokenDataset | None
-    tokenizer: TextTokenizer | None  # shards from elsewhere have none
-
-    @classmethod
-    def open(cls, config: TrainConfig) -> Corpus:
-        data, vocab = config.data, config.model.vocab_size
-        train, valid = open_split(data.path, "train", holdout=data.holdout), None
-        if not data.valid:
-            valid = open_split(data.path, "valid", holdout=data.holdout)
-        elif data.valid != "none":
-            valid = _open_valid(data.valid)
-        if train.vocab_size is not None and train.vocab_size > vocab:
-            raise UserError(
-                f"model.vocab_size {vocab} is too small: the tokenizer of {data.path} has "
-                f"{train.vocab_size} tokens; set model.vocab_size={-(-train.vocab_size // 64) * 64}"
-            )
-        has_tokenizer = (Path(data.path) / "tokenizer.json").is_file()
-        return cls(
-            train,
-            TokenDataset(train.stream, config.length, config.seed, vocab),
-            valid,
-            TokenDataset(valid.stream, config.length, config.seed, vocab) if valid else None,
-            load_tokenizer(data.path) if has_tokenizer else None,
-        )
-
-    def compressors(self, config: TrainConfig) -> dict[str, float]:
-        """Bits per byte of gzip and xz on the validation text, where the text is at hand."""
-        size = self.valid_split.text_bytes if self.valid_split else None
-        if config.data.valid or not size or size > COMPRESSED_TEXT:
-            return {}
-        texts = read_texts(config.data.path, "valid")
-        return log.compressed_bits_per_byte(b"".join(text.encode() for text in texts))
-
-
-def _open_valid(path: str) -> Split:
-    """The validation split of a folder that has one, else all of it."""
-    try:
-        return open_split(path, "valid")
-    except UserError:
-        return open_split(path, "train")
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What follows from a recipe, its data and the processes at hand."""
-
-    config: TrainConfig
-    processes: Processes
-    steps: int
-    micro_batch: int
-    precision: str
-    identity: dict[str, Any]  # two runs with the same one learn the same
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, corpus: Corpus, processes: Processes, earlier: Earlier
-    ) -> RunPlan:
-        """Refused where the folder holds another run."""
-        tokens = config.tokens or math.ceil(config.epochs * corpus.train_split.tokens)
-        steps = config.steps or max(1, math.ceil(tokens / (config.batch * config.length)))
-        identity = {
-            **config.deciding(),
-            "steps": steps,  # in place of `tokens` and `epochs`
-            "precision": _precision(config.precision, processes, earlier),
-            "training data": corpus.train_split.identity,
-            "validation data": corpus.valid_split.identity if corpus.valid_split else None,
-        }
-        del identity["tokens"], identity["epochs"]
-        if earlier.identity is not None:
-            _refuse_another(config.out, earlier.identity, identity)
-        micro_batch = _micro_batch(config, processes.world)
-        return cls(config, processes, steps, micro_batch, identity["precision"], identity)
-
-    @property
-    def micro_batch_count(self) -> int:
-        """Of a step, on each process."""
-        return self.config.batch // (self.micro_batch * self.processes.world)
-
-    @property
-    def valid_every(self) -> int:
-        return self.config.valid.every or max(1, self.steps // 20)
-
-    @functools.cached_property
-    def flops_per_token(self) -> float:
-        return training_flops_per_token(self.config.model, self.config.length)
-
-    def due(self, step: int, every: int) -> bool:
-        """After so many steps: what comes every so often, and at the end."""
-        return step == self.steps or (every > 0 and step % every == 0)
-
-    def samples(self, step: int) -> range:
-        """The numbers of the sequences of a global batch."""
-        return range(step * self.config.batch, (step + 1) * self.config.batch)
-
-    def micro_batches(self, data: TokenDataset, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        return data.micro_batches(
-            step,
-            global_batch=self.config.batch,
-            micro_batch=self.micro_batch,
-            rank=self.processes.rank,
-            world=self.processes.world,
-        )
-
-    def to_device(self, batch: Tensor) -> Tensor:
-        if self.processes.device.type == "cuda":
-            batch = batch.pin_memory()  # so that the copy does not stop the host
-        return batch.to(self.processes.device, non_blocking=True)
-
-    def autocast(self) -> torch.autocast:
-        bfloat16 = self.precision == "bfloat16"
-        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=bfloat16)
-
-    def describe(self, corpus: Corpus) -> Iterator[str]:
-        config, world, device = self.config, self.processes.world, self.processes.device
-        counts, valid = parameters(config.model), corpus.valid_split
-        tokens = self.steps * config.batch * config.length
-        yield (
-            f"model: {config.model.layout} {config.model.topology}, {counts.total:,} parameters "
-            f"({counts.non_embedding:,} without embeddings)"
-        )
-        yield f"data: {config.data.path}, {corpus.train_split.tokens:,} tokens" + (
-            f" and {valid.tokens:,} for validation" if valid else ", no validation"
-        )
-        yield (
-            f"plan: {self.steps:,} steps of {config.batch} × {config.length} tokens, "
-            f"{tokens:,} in all ({tokens / corpus.train_split.tokens:.2f} epochs)"
-        )
-        yield (
-            f"run: {config.out}, {self.precision}, {device}, "
-            + (f"{world} processes ({config.parallel})" if world > 1 else "1 process")
-            + f", micro-batches of {self.micro_batch} × {self.micro_batch_count}"
-        )
-        if self.precision == "bfloat16" and not bfloat16_is_fast(device):
-            yield "note: bfloat16 is slower than float32 on this device, so this will take longer"
-
-
-def _precision(asked: str, processes: Processes, earlier: Earlier) -> str:
-    """With `auto`, a run goes on as it began."""
-    if asked != "auto":
-        return asked
-    if earlier.identity is not None:
-        return earlier.identity["precision"]
-    fast = processes.from_main(bfloat16_is_fast(processes.device))
-    return "bfloat16" if fast else "float32"
-
-
-def _micro_batch(config: TrainConfig, world: int) -> int:
-    share = config.batch // world
-    sizes = range(LARGEST_MICRO_BATCH, 0, -1)
-    micro_batch = config.micro_batch or next(size for size in sizes if share % size == 0)
-    if config.batch % (world * micro_batch):
-        raise UserError(
-            f"batch {config.batch} cannot be divided among {world} processes in micro-batches of "
-            f"{micro_batch}: make it a multiple of {world * micro_batch}"
-        )
-    return micro_batch
-
-
-def _refuse_another(folder: str, stored: dict[str, Any], identity: dict[str, Any]) -> None:
-    """A folder holds one run. A field that it was written without had its default."""
-    differences = []
-    for name, here in identity.items():
-        there = stored.get(name, default_of(name))
-        if there != here:
-            differences.append(f"{name}: {there} there, {here} here")
-    if differences:
-        raise UserError(
-            f"{folder} holds another run ({'; '.join(differences)}); choose another out, or start "
-            "anew with --fresh"
-        )
 
 
 # ---------------------------------------------------------------------------- carried out
@@ -330,6 +141,13 @@ class Run:
     signals: Signals
     sinks: list[Sink] = field(default_factory=list)  # of records, on the main process
     saved_at: float = field(default_factory=time.monotonic)
+
+    def mean_loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Of a micro-batch. Under autocast a weight is cast once in a forward pass, however often
+        the loop uses it: autocast keeps the cast copy until the pass ends."""
+        device, bfloat16 = self.plan.processes.device, self.plan.precision == "bfloat16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+            return self.model(ids.to(device), targets.to(device))
 
     def record(self, kind: str, **values: Any) -> Record:
         """Written wherever records are to be seen."""
@@ -368,7 +186,7 @@ class Run:
         samples = plan.samples(first)
         windows = [self.corpus.train.window_of(sample) for sample in samples]
         shown = ", ".join(map(str, windows[:8])) + (", …" if len(windows) > 8 else "")
-        raise UserError(
+        raise SharedError(
             f"loss or gradient was not finite in {state.skipped_in_a_row} steps in a row, first in "
             f"step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
             f"{plan.config.data.path}); {self.checkpoints.note()}; lower optim.lr or look at these "
