@@ -36,8 +36,6 @@ from spiralformer.files import digest, new_folder, read_json, write_json
 from spiralformer.train.distributed import Processes
 
 STATE, FILES, METADATA = "state.json", "files.json", ".metadata"
-# A single process is what we mean; PyTorch need not warn of it.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
@@ -108,7 +106,7 @@ class Checkpoints:
                 if main:
                     part = unnamed.enter_context(new_folder(final, replace=True))
             part = self.processes.from_main(part)
-            with self._attempt(final):
+            with self._attempt(final), _alone():
                 dcp.save(
                     _tensors(model, optimizer, self.processes),
                     storage_writer=FileSystemWriter(part),
@@ -137,7 +135,8 @@ class Checkpoints:
         # Another number of processes: those that are new keep the random state they have.
         tensors["rng"] = {k: v for k, v in tensors["rng"].items() if f"rng.{k}" in stored}
         try:
-            dcp.load(tensors, storage_reader=reader, no_dist=self.processes.world == 1)
+            with _alone():
+                dcp.load(tensors, storage_reader=reader, no_dist=self.processes.world == 1)
         except CheckpointException as error:
             raise UserError(f"{path}: cannot be loaded: {_reason(error)}") from None
         set_model_state_dict(model, tensors["model"])
@@ -234,6 +233,14 @@ def _tensors(
         "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
         "rng": rng,
     }
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """A single process is what we mean; PyTorch need not warn of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _describe(path: Path) -> dict[str, Any]:
