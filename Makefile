@@ -1,7 +1,7 @@
 # make run    set up, train a small SpiralFormer on the Python standard library, evaluate, sample
 # make test   set up and run the tests
 # make check  format, lint and types
-# make bench  side-by-side benchmarks (ratios against peers in the same run)
+# make bench  speed and memory beside peers
 
 PYTHON ?= python3
 VENV   := .venv
@@ -24,14 +24,14 @@ $(DEV): $(READY)
 
 run: $(READY)
 	$(BIN)/spiralformer data stdlib --train-bpe 4096 --valid-fraction 0.05 --out runs/stdlib
-	$(BIN)/spiralformer train configs/stdlib.yaml
+	$(BIN)/spiralformer train stdlib
 	$(BIN)/spiralformer generate runs/stdlib-spiral/model --prompt "def " --max-new-tokens 100
 
 test: $(DEV)
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m "slow or random"
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -26,7 +26,9 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 
+from spiralformer import costs
 from spiralformer.config import Iteration, SpiralConfig
+from spiralformer.costs import Flops
 
 
 class Convention(enum.Enum):
@@ -49,9 +51,9 @@ class Parameters:
     cores: tuple[int, ...]  # one, or one per iteration if the layout is untied
     post: int
     final_norm: int
-    scorers: tuple[int, ...]  # one per iteration
-    routers: tuple[int, ...]  # one per iteration
-    mesh: int
+    downscale: tuple[int, ...]  # one per iteration
+    upscale: tuple[int, ...]  # one per iteration
+    topology: int
     head: int  # 0 if it shares the embedding's weights
     unexplained: int  # 2d² in the paper's totals
 
@@ -59,7 +61,7 @@ class Parameters:
     def non_embedding(self) -> int:
         """Everything but the embedding, the head and what is unexplained."""
         layers = self.pre + sum(self.cores) + self.post + self.final_norm
-        return layers + sum(self.scorers) + sum(self.routers) + self.mesh
+        return layers + sum(self.downscale) + sum(self.upscale) + self.topology
 
     @property
     def total(self) -> int:
@@ -70,19 +72,24 @@ def parameters(config: SpiralConfig, convention: Convention = OURS) -> Parameter
     d, paper = config.hidden_size, convention is PAPER
     norm = 2 * d if paper or config.norm == "layernorm" else d
     layer = _layer_weights(config) + _layer_biases(config) + 2 * norm
-    layout, scaled = config.parsed_layout, _scaled_iterations(config, convention)
-    scored = scaled if config.downscale == "self_aggregation" else ()
-    routed = scaled if config.upscale == "output_dependent" else ()
-    scorer = d + 1 if paper else d
+    layout = config.parsed_layout
+
+    def of_operators(cost: costs.OperatorCost) -> tuple[int, ...]:
+        count = (paper and cost.paper_parameters) or cost.parameters
+        scaled = _scaled_iterations(config, convention)
+        return tuple(count(d, i.chunk) if i in scaled else 0 for i in config.iterations)
+
     return Parameters(
         embedding=config.vocab_size * d,
         pre=layout.pre * layer,
         cores=tuple(layers * layer for layers in layout.core_stacks),
         post=layout.post * layer,
         final_norm=norm,
-        scorers=tuple(scorer if it in scored else 0 for it in config.iterations),
-        routers=tuple((d + 1) * it.chunk if it in routed else 0 for it in config.iterations),
-        mesh=_mesh_routers(config) * (d + 1) * 2 * config.mesh_slots,
+        downscale=of_operators(costs.DOWNSCALE[config.downscale]),
+        upscale=of_operators(costs.UPSCALE[config.upscale]),
+        topology=costs.TOPOLOGY[config.topology].parameters(
+            d, config.mesh_slots, config.num_iterations
+        ),
         head=0 if config.tie_embeddings else config.vocab_size * d,
         unexplained=2 * d * d if paper else 0,
     )
@@ -101,37 +108,11 @@ def _layer_biases(config: SpiralConfig) -> int:
 
 def _scaled_iterations(config: SpiralConfig, convention: Convention) -> tuple[Iteration, ...]:
     """The iterations that have down- and up-scaling operators."""
-    coarse = tuple(it for it in config.iterations if it.chunk > 1)
+    coarse = tuple(iteration for iteration in config.iterations if iteration.chunk > 1)
     return config.iterations if coarse and convention is PAPER else coarse
 
 
-def _mesh_routers(config: SpiralConfig) -> int:
-    """One per iteration and the transitional one; a router is write and read together."""
-    return config.num_iterations + 1 if config.topology == "mesh" else 0
-
-
 # ---------------------------------------------------------------------------- FLOPs
-
-
-@dataclass(frozen=True)
-class Flops:
-    matmul: int = 0  # linear maps, and the weighted sum of self-aggregation
-    attention: int = 0  # q·kᵀ and the product with v
-    elementwise: int = 0  # everything else
-
-    @property
-    def total(self) -> int:
-        return self.matmul + self.attention + self.elementwise
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(
-            self.matmul + other.matmul,
-            self.attention + other.attention,
-            self.elementwise + other.elementwise,
-        )
-
-    def __mul__(self, times: int) -> Flops:
-        return Flops(self.matmul * times, self.attention * times, self.elementwise * times)
 
 
 @dataclass(frozen=True)
@@ -181,15 +162,17 @@ def forward_flops(config: SpiralConfig, length: int, convention: Convention = OU
     add("embedding", length, Flops(elementwise=scale))
     add("pre", length, _layer_flops(config, length, convention) * layout.pre)
     if config.num_iterations:
-        add("topology", length, _topology_flops(config, length, convention, None))
-    for it in config.iterations:
-        t, n = it.index, length // it.chunk if paper else it.chunks(length)
-        if it in scaled:
-            add("downscale", length, _downscale_flops(config, it, length, n, convention), t)
-        add("core", n, _layer_flops(config, n, convention) * it.layers, t)
-        if it in scaled:
-            add("upscale", n, _upscale_flops(config, it, length, n, convention), t)
-        add("topology", length, _topology_flops(config, length, convention, t), t)
+        add("topology", length, _topology_flops(config, length, convention, 0))
+    down, up = costs.DOWNSCALE[config.downscale], costs.UPSCALE[config.upscale]
+    for iteration in config.iterations:
+        t, g = iteration.index, iteration.chunk
+        n = length // g if paper else iteration.chunks(length)
+        if iteration in scaled:
+            add("downscale", length, _operator_flops(down, d, g, n, length, convention), t)
+        add("core", n, _layer_flops(config, n, convention) * iteration.layers, t)
+        if iteration in scaled:
+            add("upscale", n, _operator_flops(up, d, g, n, length, convention), t)
+        add("topology", length, _topology_flops(config, length, convention, t + 1), t)
     add("post", length, _layer_flops(config, length, convention) * layout.post)
     norm = 0 if paper else length * _norm_flops(config, convention)
     add("final norm", length, Flops(elementwise=norm))
@@ -227,48 +210,20 @@ def _layer_flops(config: SpiralConfig, n: int, convention: Convention) -> Flops:
     )
 
 
-_SOFTMAX = 5  # per value: maximum, subtract, exp, sum, divide
-
-
-def _downscale_flops(
-    config: SpiralConfig, it: Iteration, length: int, n: int, convention: Convention
+def _operator_flops(
+    cost: costs.OperatorCost, d: int, g: int, n: int, length: int, convention: Convention
 ) -> Flops:
-    d, g = config.hidden_size, it.chunk
-    if config.downscale == "mean":
-        return Flops(elementwise=d * (n * g + n))
-    if convention is PAPER:
-        return Flops(matmul=2 * d * length + 2 * d * length)
-    scores, weighted_sum = 2 * d * length, 2 * d * g * n  # every token is scored
-    return Flops(matmul=scores + weighted_sum, elementwise=_SOFTMAX * g * n)
-
-
-def _upscale_flops(
-    config: SpiralConfig, it: Iteration, length: int, n: int, convention: Convention
-) -> Flops:
-    d, g = config.hidden_size, it.chunk
-    scale = Flops(elementwise=d * length if convention is PAPER else d * g * n)
-    if config.upscale == "uniform":
-        return scale
-    allocation = 0 if convention is PAPER else (1 + _SOFTMAX + 1) * g * n  # bias, softmax, gain
-    return scale + Flops(matmul=2 * d * g * n, elementwise=allocation)
+    if convention is PAPER and cost.paper_flops:
+        return cost.paper_flops(d, g, n, length)
+    return cost.flops(d, g, n)
 
 
 def _topology_flops(
-    config: SpiralConfig, length: int, convention: Convention, iteration: int | None
+    config: SpiralConfig, length: int, convention: Convention, updates: int
 ) -> Flops:
-    """Of the update after an iteration, or (None) of InitTopo before the first."""
-    d, slots = config.hidden_size, config.mesh_slots
-    if config.topology == "mesh":
-        routers = 2 * d * 2 * slots * length
-        if convention is PAPER:
-            return Flops(matmul=routers, elementwise=2 * (2 * d * slots) * length)
-        updates = 1 if iteration is None else iteration + 2  # v and those of iterations 0 … t
-        route = (1 + _SOFTMAX) * 2 * slots  # bias, softmax
-        read = d + updates * (2 * slots + 2 * d)  # r₀·x, then ⟨w, r⟩ and a scaled add for each
-        return Flops(matmul=routers, elementwise=(route + read) * length)
-    if config.topology == "anchor" and iteration is not None and convention is OURS:
-        return Flops(elementwise=d * length)
-    return Flops()
+    cost = costs.TOPOLOGY[config.topology]
+    of_token = cost.paper_flops if convention is PAPER else cost.flops
+    return of_token(config.hidden_size, config.mesh_slots, updates) * length
 
 
 # ---------------------------------------------------------------------------- decoding
@@ -293,34 +248,26 @@ class DecodeCost:
 
 def passes_at(config: SpiralConfig, position: int) -> tuple[int, ...]:
     """The iterations whose core runs when this position is decoded: those that end a chunk."""
-    return tuple(it.index for it in config.iterations if it.triggers(position))
+    return tuple(iteration.index for iteration in config.iterations if iteration.triggers(position))
 
 
 def batches_at(config: SpiralConfig, position: int) -> tuple[tuple[int, ...], ...]:
-    """The passes at a position in as few runs of the core as their dependencies allow.
-
-    An iteration with s ≥ g reads no pass made at this token, so what comes after it need not wait:
-    its own pass joins the next that does, and the shared weights are read once for both. Cores that
-    are not shared have nothing to join.
-    """
-    batches: list[tuple[int, ...]] = []
-    waiting: tuple[int, ...] = ()
-    for t in passes_at(config, position):
-        waiting += (t,)
-        if not config.iterations[t].lags or not config.parsed_layout.tied:
-            batches.append(waiting)
-            waiting = ()
-    return (*batches, waiting) if waiting else tuple(batches)
+    """The passes at a position as decoding makes them: those of a group run the core as one."""
+    due = passes_at(config, position)
+    batches = (tuple(t for t in group if t in due) for group in config.pass_groups)
+    return tuple(batch for batch in batches if batch)
 
 
 def decode_cost(config: SpiralConfig) -> DecodeCost:
-    period = math.lcm(*(it.chunk for it in config.iterations))
+    period = math.lcm(*(iteration.chunk for iteration in config.iterations))
     positions = min(period, LONGEST_PERIOD)
     passes = Counter(len(passes_at(config, i)) for i in range(positions))
     batches = Counter(len(batches_at(config, i)) for i in range(positions))
     return DecodeCost(
         period=period,
-        mean_passes=sum((Fraction(1, it.chunk) for it in config.iterations), Fraction(0)),
+        mean_passes=sum(
+            (Fraction(1, iteration.chunk) for iteration in config.iterations), Fraction(0)
+        ),
         histogram=dict(sorted(passes.items())),
         batch_histogram=dict(sorted(batches.items())),
         positions=positions,
@@ -351,7 +298,10 @@ def decode_flops_per_token(config: SpiralConfig, context: int) -> float:
 
     full = (config.parsed_layout.pre + config.parsed_layout.post) * layer(context)
     head = 2 * config.hidden_size * config.vocab_size
-    cores = sum(it.layers * layer(it.chunks(context)) / it.chunk for it in config.iterations)
+    cores = sum(
+        iteration.layers * layer(iteration.chunks(context)) / iteration.chunk
+        for iteration in config.iterations
+    )
     return full + cores + head
 
 
@@ -378,7 +328,9 @@ def kv_bytes(config: SpiralConfig, length: int, bytes_per_value: int) -> CacheBy
     layout = config.parsed_layout
     return CacheBytes(
         pre=layout.pre * length * entry,
-        iterations=tuple(it.layers * it.chunks(length) * entry for it in config.iterations),
+        iterations=tuple(
+            iteration.layers * iteration.chunks(length) * entry for iteration in config.iterations
+        ),
         post=layout.post * length * entry,
     )
 
@@ -387,21 +339,24 @@ def kv_bytes(config: SpiralConfig, length: int, bytes_per_value: int) -> CacheBy
 class FixedBytes:
     """Bytes of a sequence's decode state that do not grow with its length, per iteration."""
 
-    pooling: tuple[int, ...]  # the running sum of the open chunk
+    chunks: tuple[int, ...]  # what the operators keep of the chunk under way
     latents: tuple[int, ...]  # the latents that tokens to come will read, and their allocations
 
     @property
     def total(self) -> int:
-        return sum(self.pooling) + sum(self.latents)
+        return sum(self.chunks) + sum(self.latents)
 
 
 def fixed_bytes(config: SpiralConfig, bytes_per_value: int) -> FixedBytes:
-    """The open chunk is a weighted sum of d values with, for self-aggregation, its running maximum
-    and normaliser, all in at least float32; latents (d values and g shares each) are in the model's
-    dtype. An iteration with g = 1 has no open chunk. Lengths and other bookkeeping are left out."""
+    """What operators keep of a chunk is in at least float32; latents (d values and g shares each)
+    are in the model's dtype. An iteration with g = 1 has no chunk under way. Lengths and other
+    bookkeeping are left out."""
     d, wide = config.hidden_size, max(bytes_per_value, 4)
-    softmax = 2 if config.downscale == "self_aggregation" else 0
+    down, up = costs.DOWNSCALE[config.downscale], costs.UPSCALE[config.upscale]
     return FixedBytes(
-        pooling=tuple((d + softmax) * wide * (it.chunk > 1) for it in config.iterations),
-        latents=tuple(it.ring * (d + it.chunk) * bytes_per_value for it in config.iterations),
+        chunks=tuple(
+            (down.state(d, i.chunk) + up.state(d, i.chunk)) * wide * (i.chunk > 1)
+            for i in config.iterations
+        ),
+        latents=tuple(i.latents_kept * (d + i.chunk) * bytes_per_value for i in config.iterations),
     )

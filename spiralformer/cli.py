@@ -9,7 +9,6 @@ import os
 import sys
 
 from spiralformer import __version__
-from spiralformer.allocator import keep_freed_memory
 from spiralformer.errors import UserError
 
 COMMANDS = {
@@ -20,7 +19,7 @@ COMMANDS = {
     "probe": "what each iteration of a trained loop attends to: figures and a report",
     "study": "the paper's experiments at any scale: runs, tables, figures and verdicts",
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
-    "bench": "speed and memory on the CPU beside peers, as ratios within one run",
+    "bench": "speed and memory on the CPU beside peers",
     "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",
     "export": "a model folder for those who do not have this package",
 }
@@ -51,7 +50,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
-    keep_freed_memory()
     try:
         return args.run(args) or 0
     except UserError as error:

@@ -13,18 +13,16 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from spiralformer.costs import DOWNSCALE, TOPOLOGY, UPSCALE
 from spiralformer.errors import UserError
 
-TOPOLOGIES = ("none", "anchor", "mesh")
-DOWNSCALES = ("self_aggregation", "mean")
-UPSCALES = ("output_dependent", "uniform")
 NORMS = ("rmsnorm", "layernorm")
 
 GRAMMAR = (
@@ -133,12 +131,12 @@ class Iteration:
         return self.phase_of(position) == self.chunk - 1
 
     @property
-    def lags(self) -> bool:
+    def reads_only_past(self) -> bool:
         """s ≥ g: no token reads a pass made at that token (the parallel regime)."""
         return self.shift >= self.chunk
 
     @property
-    def ring(self) -> int:
+    def latents_kept(self) -> int:
         """Finished latents that later tokens may still read, ⌈s/g⌉."""
         return -(-self.shift // self.chunk)
 
@@ -177,8 +175,12 @@ class SpiralConfig:
         default="",
     )
     mesh_slots: int = _describe("memory slots B of MeSH; default T + 3", default=0)
-    downscale: str = _describe("self_aggregation or mean", default="self_aggregation")
-    upscale: str = _describe("output_dependent or uniform", default="output_dependent")
+    downscale: str = _describe(
+        f"how a chunk becomes a latent: {', '.join(DOWNSCALE)}", default="self_aggregation"
+    )
+    upscale: str = _describe(
+        f"how a latent reaches its tokens: {', '.join(UPSCALE)}", default="output_dependent"
+    )
     offset: str | tuple[int, ...] = _describe(
         "chunk offsets ω: half (g//2), zero, or a list with one per iteration", default="half"
     )
@@ -211,9 +213,9 @@ class SpiralConfig:
             self._check_size(name)
         loops = self.num_iterations
         fix("topology", self.topology or ("mesh" if loops else "none"))
-        self._check_choice("topology", TOPOLOGIES)
-        self._check_choice("downscale", DOWNSCALES)
-        self._check_choice("upscale", UPSCALES)
+        self._check_choice("topology", TOPOLOGY)
+        self._check_choice("downscale", DOWNSCALE)
+        self._check_choice("upscale", UPSCALE)
         self._check_choice("norm", NORMS)
         if not loops and self.topology != "none":
             raise ConfigError(
@@ -263,17 +265,15 @@ class SpiralConfig:
         chunks = [math.floor(1 / r) for r in self.parsed_layout.resolutions]
         fix("offset", self._normalise("offset", {"half": _half, "zero": _zero}, chunks))
         fix("shift", self._normalise("shift", {"overlap": _overlap, "parallel": _parallel}, chunks))
-        for it in self.iterations:
-            if not 0 <= it.offset < it.chunk:
+        for t, g, omega, s in ((i.index, i.chunk, i.offset, i.shift) for i in self.iterations):
+            if not 0 <= omega < g:
                 raise ConfigError(
-                    f"offset {it.offset} of iteration {it.index} must lie in 0…{it.chunk - 1} "
-                    f"(its chunks hold {it.chunk})"
+                    f"offset {omega} of iteration {t} must lie in 0…{g - 1} (its chunks hold {g})"
                 )
-            if it.shift < it.chunk - 1 and not _leak_allowed.get():
+            if s < g - 1 and not _leak_allowed.get():
                 raise ConfigError(
-                    f"shift {it.shift} of iteration {it.index} would leak the future: a chunk of "
-                    f"{it.chunk} tokens is known only at its last one; "
-                    f"the smallest legal shift is {it.chunk - 1}"
+                    f"shift {s} of iteration {t} would leak the future: a chunk of {g} tokens is "
+                    f"known only at its last one; the smallest legal shift is {g - 1}"
                 )
 
     def _check_size(self, name: str) -> None:
@@ -281,7 +281,7 @@ class SpiralConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} {value!r} must be a whole number of at least 1")
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+    def _check_choice(self, name: str, choices: Iterable[str]) -> None:
         value = getattr(self, name)
         if value not in choices:
             raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(choices)}")
@@ -332,13 +332,28 @@ class SpiralConfig:
     def iterations(self) -> tuple[Iteration, ...]:
         layout = self.parsed_layout
         rules = {"half": _half, "zero": _zero, "overlap": _overlap, "parallel": _parallel}
-        found = []
+        iterations = []
         for t, (r, layers) in enumerate(zip(layout.resolutions, layout.cores, strict=True)):
             g = math.floor(1 / r)  # exact: r is a Fraction
             omega = rules[self.offset](g) if isinstance(self.offset, str) else self.offset[t]
             s = rules[self.shift](g) if isinstance(self.shift, str) else self.shift[t]
-            found.append(Iteration(t, r, g, omega, s, layers))
-        return tuple(found)
+            iterations.append(Iteration(t, r, g, omega, s, layers))
+        return tuple(iterations)
+
+    @cached_property
+    def pass_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The iterations in groups whose passes at one token go through the core together.
+
+        An iteration that reads only the past lets the next one go on without waiting for its pass,
+        so both passes can be one batch, which reads the shared weights once. Untied cores have
+        nothing to share."""
+        groups: list[tuple[int, ...]] = []
+        for t in range(self.num_iterations):
+            if t and self.parsed_layout.tied and self.iterations[t - 1].reads_only_past:
+                groups[-1] += (t,)
+            else:
+                groups.append((t,))
+        return tuple(groups)
 
     # ------------------------------------------------------------------ input and output
 

@@ -16,6 +16,7 @@ from typing import Any
 from spiralformer.errors import UserError
 
 PART = ".part"  # ends the name of what is not complete yet
+CONFIGS = Path(__file__).parent / "configs"  # recipes and studies that come with the package
 
 
 # ---------------------------------------------------------------------------- writing
@@ -125,6 +126,17 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def packaged_config(name: str) -> str:
+    """The file that `stdlib`, `stdlib.yaml` or `configs/stdlib.yaml` means, where the package has
+    one and the working folder does not; any other path or name as it is."""
+    if not Path(name).exists():
+        bare = name.removeprefix("configs/")
+        for file in (CONFIGS / bare, CONFIGS / f"{bare}.yaml"):
+            if file.is_file():
+                return str(file)
+    return name
+
+
 def digest(content: Any) -> str:
     """Sixteen hexadecimal digits that stand for a file (a Path), bytes, or what JSON can say."""
     if isinstance(content, Path):
@@ -175,7 +187,9 @@ def cache_folder() -> Path:
     folder = base / "spiralformer"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-            raise UserError(f"{folder}: belongs to another user; set XDG_CACHE_HOME to your own")
+        about = folder.stat()
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+        raise UserError(
+            f"{folder}: others can write there; remove it, or set XDG_CACHE_HOME to another folder"
+        )
     return folder

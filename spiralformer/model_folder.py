@@ -7,7 +7,6 @@ reads this way. The same folder opens with `transformers` (see `spiralformer.hf`
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
+from spiralformer.files import new_folder, read_json, write_json
 from spiralformer.model import SpiralFormer
 
 MODEL_TYPE = "spiralformer"
@@ -30,18 +30,6 @@ TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"
 
 class CheckpointError(UserError, ValueError):
     """A model folder that cannot be used. The message names the file and what is wrong with it."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return found
 
 
 def load_config(folder: str | Path) -> SpiralConfig:
@@ -135,37 +123,37 @@ def save_model(
     tokenizer: str | Path | None = None,
     **extra: Any,
 ) -> Path:
-    """Writes a model folder beside its place and renames it, so that a half-written one is never
-    seen. `tokenizer` is a tokenizer.json or a folder with one; `extra` goes into config.json (for
-    example eos_token_id)."""
-    folder = Path(folder)
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    """Writes a model folder, in place of the one there. `tokenizer` is a tokenizer.json or a folder
+    with one; `extra` goes into config.json (for example eos_token_id)."""
+    weights = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del weights[PREFIX + "head.weight"]
+    with new_folder(folder, replace=True) as part:
+        write_weights(weights, part)
+        write_json(part / "config.json", config_dict(model, **extra))
+        if tokenizer:
+            copy_tokenizer(tokenizer, part)
+    return Path(folder)
+
+
+def write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
-        part.mkdir(parents=True)
-        state = {PREFIX + k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-        if model.config.tie_embeddings:
-            del state[PREFIX + "head.weight"]
-        save_file(state, part / WEIGHTS, metadata={"format": "pt"})
-        (part / "config.json").write_text(
-            json.dumps(config_dict(model, **extra), indent=2) + "\n", encoding="utf-8"
-        )
-        for source in tokenizer_files(tokenizer) if tokenizer else ():
-            # a lone file may have any name
-            name = source.name if Path(source).parent == Path(str(tokenizer)) else TOKENIZER
-            shutil.copyfile(source, part / name)
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-            part.rename(folder)
-            shutil.rmtree(old)
-        else:
-            part.rename(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise CheckpointError(f"{folder}: cannot be written ({error})") from None
-    return folder
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / WEIGHTS}: cannot be written: {error}") from None
+
+
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    for path in tokenizer_files(source):
+        # a lone file may have any name
+        name = TOKENIZER if path == Path(source) else path.name
+        shutil.copyfile(path, folder / name)
+
+
+def tokenizer_of(folder: str | Path) -> Path | None:
+    """The folder itself where it holds a tokenizer."""
+    return Path(folder) if (Path(folder) / TOKENIZER).is_file() else None
 
 
 def tokenizer_files(source: str | Path) -> list[Path]:

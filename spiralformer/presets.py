@@ -66,6 +66,11 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "uniform": {"upscale": "uniform"},
     "mean-uniform": {"downscale": "mean", "upscale": "uniform"},
 }
+# Variants beyond the paper's tables.
+VARIANTS: dict[str, dict[str, str]] = {
+    "attention": {"downscale": "attention"},
+    "input": {"upscale": "input_dependent"},
+}
 ABLATED = ("spiral-b-410m-mesh", "spiral-b-nano-mesh")
 
 
@@ -93,6 +98,11 @@ def ablated(name: str, change: str) -> dict[str, Any]:
 PRESETS: dict[str, dict[str, Any]] = {
     **{name: _plain(name) for name in LAYOUTS},
     **{f"{name}-{change}": ablated(name, change) for name in ABLATED for change in ABLATIONS},
+    **{
+        f"{name}-{variant}": {**_plain(name), **fields}
+        for name in ABLATED
+        for variant, fields in VARIANTS.items()
+    },
 }
 
 

@@ -28,14 +28,15 @@ def logits(model: SpiralFormer, ids: Tensor) -> Tensor:
     x = [model.embedding.weight[token] * factor for token in ids.tolist()]
     v = run_stack(model.pre, x)
     h, slots = start(model, x, v)
-    for it in config.iterations:
-        z = downscale(model, it, h)
-        z_hat = run_stack(model.cores[0 if config.parsed_layout.tied else it.index], z)
-        u = upscale(model, it, z_hat, len(x))
+    for iteration in config.iterations:
+        z = downscale(model, iteration, h)
+        z_hat = run_stack(model.cores[0 if config.parsed_layout.tied else iteration.index], z)
+        u = upscale(model, iteration, z_hat, h)
         shifted = [
-            u[i - it.shift] if i >= it.shift else torch.zeros_like(x[0]) for i in range(len(x))
+            u[i - iteration.shift] if i >= iteration.shift else torch.zeros_like(x[0])
+            for i in range(len(x))
         ]
-        h, slots = fuse(model, it.index, shifted, h, slots)
+        h, slots = fuse(model, iteration.index, shifted, h, slots)
     out = run_stack(model.post, h)
     return torch.stack([model.norm(state) @ model.head.weight.T for state in out])
 
@@ -46,48 +47,61 @@ def run_stack(stack, states: States) -> States:
     return list(stack(torch.stack(states)[None])[0])
 
 
-def members(it: Iteration, j: int, length: int) -> list[int]:
+def members(iteration: Iteration, j: int, length: int) -> list[int]:
     """I_{t,j}: the positions of chunk j (Eq. chunk-set)."""
-    return [i for i in range(length) if (i + it.offset) // it.chunk == j]
+    return [i for i in range(length) if (i + iteration.offset) // iteration.chunk == j]
 
 
-def complete_chunks(it: Iteration, length: int) -> int:
+def complete_chunks(iteration: Iteration, length: int) -> int:
     """Chunks whose last position exists."""
-    return sum((i + it.offset) % it.chunk == it.chunk - 1 for i in range(length))
+    return sum(
+        (i + iteration.offset) % iteration.chunk == iteration.chunk - 1 for i in range(length)
+    )
 
 
-def downscale(model: SpiralFormer, it: Iteration, h: States) -> States:
+def downscale(model: SpiralFormer, iteration: Iteration, h: States) -> States:
     z = []
-    for j in range(complete_chunks(it, len(h))):
-        chunk = [h[i] for i in members(it, j, len(h))]
-        if it.chunk == 1:
+    for j in range(complete_chunks(iteration, len(h))):
+        chunk = [h[i] for i in members(iteration, j, len(h))]
+        if iteration.chunk == 1:
             weights = [torch.ones_like(chunk[0][0])]
         elif model.config.downscale == "mean":
-            weights = [torch.full_like(state[0], 1 / it.chunk) for state in chunk]
+            weights = [torch.full_like(state[0], 1 / iteration.chunk) for state in chunk]
+        elif model.config.downscale == "attention":
+            operator = model.scalings[iteration.index].downscale
+            keys = [operator.key.weight @ state for state in chunk]
+            root = math.sqrt(model.config.hidden_size)
+            exps = [torch.exp(operator.query.weight[0] @ key / root) for key in keys]
+            weights = [e / sum(exps) for e in exps]
+            chunk = [operator.bring.weight @ state for state in chunk]
         else:
-            scorer = model.scalings[it.index].downscale.scorer.weight[0]
+            scorer = model.scalings[iteration.index].downscale.scorer.weight[0]
             exps = [torch.exp(scorer @ state) for state in chunk]
             weights = [e / sum(exps) for e in exps]
         z.append(torch.stack([w * state for w, state in zip(weights, chunk, strict=True)]).sum(0))
     return z
 
 
-def upscale(model: SpiralFormer, it: Iteration, z_hat: States, length: int) -> States:
+def upscale(model: SpiralFormer, iteration: Iteration, z_hat: States, h: States) -> States:
     u = []
-    for i in range(length):
-        j, rho = (i + it.offset) // it.chunk, (i + it.offset) % it.chunk
+    for i in range(len(h)):
+        j, rho = (i + iteration.offset) // iteration.chunk, (i + iteration.offset) % iteration.chunk
         if j >= len(z_hat):  # the last, incomplete chunk was dropped
             u.append(torch.zeros(model.config.hidden_size, dtype=model.head.weight.dtype))
-        elif it.chunk == 1:
+        elif iteration.chunk == 1:
             u.append(z_hat[j])
         else:
             if model.config.upscale == "uniform":
-                beta = torch.full_like(z_hat[j][0], 1 / it.chunk)
+                beta = torch.full_like(z_hat[j][0], 1 / iteration.chunk)
+            elif model.config.upscale == "input_dependent":
+                scorer = model.scalings[iteration.index].upscale.scorer.weight[0]
+                chunk = members(iteration, j, len(h))
+                beta = torch.exp(scorer @ h[i]) / sum(torch.exp(scorer @ h[k]) for k in chunk)
             else:
-                router = model.scalings[it.index].upscale.router
+                router = model.scalings[iteration.index].upscale.router
                 exps = torch.exp(router.weight @ z_hat[j] + router.bias)
                 beta = exps[rho] / exps.sum()
-            u.append(math.sqrt(it.chunk) * beta * z_hat[j])
+            u.append(math.sqrt(iteration.chunk) * beta * z_hat[j])
     return u
 
 

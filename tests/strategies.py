@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from spiralformer import SpiralConfig, SpiralFormer
+from spiralformer import SpiralConfig, SpiralFormer, costs
 
 VOCAB = 13
 
@@ -37,9 +37,9 @@ def configs(draw, max_iterations: int = 5, max_chunk: int = 9) -> SpiralConfig:
         rotary_fraction=0.5,
         offset=offset,
         shift=shift,
-        topology=draw(st.sampled_from(["anchor", "mesh", "none"])),
-        downscale=draw(st.sampled_from(["self_aggregation", "mean"])),
-        upscale=draw(st.sampled_from(["output_dependent", "uniform"])),
+        topology=draw(st.sampled_from(list(costs.TOPOLOGY))),
+        downscale=draw(st.sampled_from(list(costs.DOWNSCALE))),
+        upscale=draw(st.sampled_from(list(costs.UPSCALE))),
         norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
         parallel_residual=draw(st.booleans()),
         scale_embeddings=draw(st.booleans()),

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from spiralformer import SpiralConfig, SpiralFormer, accounting, paper, presets
+from spiralformer import SpiralConfig, SpiralFormer, accounting, costs, paper, presets
 from spiralformer.accounting import OURS, PAPER, Convention
 from spiralformer.commands.count import table1
+from spiralformer.model import operators, topology
 
 SIZES = {"hidden_size": 32, "num_heads": 4, "vocab_size": 64}
 
@@ -36,6 +37,9 @@ VARIANTS = [
     make("0+2x{1/7,1/3,1}+1", downscale="mean"),
     make("1+1x{1/3,1/9}+0", upscale="uniform", offset=[2, 0], shift=[5, 8]),
     make("1+1x{1,1/5}+0", downscale="mean", upscale="uniform", topology="none"),
+    *(make("1+1x{1/4,1/3,1}+1", downscale=name) for name in costs.DOWNSCALE),
+    *(make("1+1x{1/4,1/3,1}+1", upscale=name) for name in costs.UPSCALE),
+    *(make("1+1x{1/4,1/3,1}+1", topology=name) for name in costs.TOPOLOGY),
 ]
 variants = pytest.mark.parametrize("config", VARIANTS, ids=lambda c: f"{c.layout}-{c.topology}")
 
@@ -149,11 +153,20 @@ def test_parameters_counted_are_parameters_built_part_by_part(config):
     assert counted.cores == tuple(size(core) for core in model.cores)
     assert counted.post == size(model.post)
     assert counted.final_norm == size(model.norm)
-    assert counted.scorers == tuple(size(scaling.downscale) for scaling in model.scalings)
-    assert counted.routers == tuple(size(scaling.upscale) for scaling in model.scalings)
-    assert counted.mesh == size(model.topology)
+    assert counted.downscale == tuple(size(scaling.downscale) for scaling in model.scalings)
+    assert counted.upscale == tuple(size(scaling.upscale) for scaling in model.scalings)
+    assert counted.topology == size(model.topology)
     assert counted.head == (0 if config.tie_embeddings else model.head.weight.numel())
     assert counted.unexplained == 0
+
+
+def test_every_name_that_has_a_cost_has_a_module():
+    for named, built in (
+        (costs.DOWNSCALE, operators.DOWNSCALE),
+        (costs.UPSCALE, operators.UPSCALE),
+        (costs.TOPOLOGY, topology.TOPOLOGY),
+    ):
+        assert list(named) == list(built)
 
 
 def measured(config: SpiralConfig, length: int) -> tuple[int, int]:
@@ -250,13 +263,19 @@ def test_passes_are_those_of_brute_force(config):
         batches = accounting.batches_at(config, i)
         assert [t for batch in batches for t in batch] == new
         for batch in batches:  # only the last of a batch may be one that its own token waits for
-            assert all(config.iterations[t].lags for t in batch[:-1])
+            assert all(config.iterations[t].reads_only_past for t in batch[:-1])
         passes.append(len(new))
     for start in (0, cost.period, cost.period + 1):
         window = Counter(passes[start : start + cost.period])
         assert dict(window) == cost.histogram
     assert Fraction(sum(passes), len(passes)) == cost.mean_passes
     assert cost.mean_batches <= cost.mean_passes
+
+
+def test_a_pass_waits_for_an_iteration_that_reads_what_it_completes():
+    config = make("0+1x{1/2,1/4,1/2}+0", offset="zero", shift=[2, 3, 2])
+    assert config.pass_groups == ((0, 1), (2,))
+    assert accounting.decode_cost(config).mean_batches == 1
 
 
 def test_a_period_that_never_ends_is_cut_short():
@@ -274,7 +293,7 @@ def test_weights_read_follow_the_runs_of_the_core():
     assert accounting.weights_read_per_token(parallel) == once + p.cores[0]
     untied = presets.preset("pythia-nano-mesh")
     q = accounting.parameters(untied)
-    assert accounting.weights_read_per_token(untied) == q.total - q.embedding - q.mesh
+    assert accounting.weights_read_per_token(untied) == q.total - q.embedding - q.topology
 
 
 def test_decode_flops_are_what_one_more_token_adds_to_the_matmuls_of_the_layers():
@@ -326,14 +345,14 @@ def test_kv_bytes_say_which_part_holds_what():
 
 def test_the_fixed_part_is_an_open_sum_and_a_ring_for_each_coarse_iteration():
     overlap = accounting.fixed_bytes(make("0+1x{1/8,1/2,1}+0"), 2)
-    assert overlap.pooling == (34 * 4, 34 * 4, 0)  # sum, maximum and normaliser in float32
+    assert overlap.chunks == (34 * 4, 34 * 4, 0)  # sum, maximum and normaliser in float32
     assert overlap.latents == ((32 + 8) * 2, (32 + 2) * 2, 0)  # with the shares of each member
     late = accounting.fixed_bytes(make("0+1x{1/8,1/2,1}+0", shift=[8, 3, 0]), 2)
     assert late.latents == ((32 + 8) * 2, 2 * (32 + 2) * 2, 0)
     mean = accounting.fixed_bytes(make("0+1x{1/8,1/2,1}+0", downscale="mean"), 8)
-    assert mean.pooling == (32 * 8, 32 * 8, 0)
+    assert mean.chunks == (32 * 8, 32 * 8, 0)
     shifted = accounting.fixed_bytes(make("0+1x{1,1}+0", shift=[2, 0]), 4)
-    assert (shifted.pooling, shifted.latents) == ((0, 0), (2 * (32 + 1) * 4, 0))
+    assert (shifted.chunks, shifted.latents) == ((0, 0), (2 * (32 + 1) * 4, 0))
     assert accounting.fixed_bytes(make("4"), 2).total == 0
 
 

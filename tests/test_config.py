@@ -231,8 +231,8 @@ def test_the_named_rules_are_those_of_the_ablations():
     parallel = make(shift="parallel", offset="zero")
     assert [it.shift for it in parallel.iterations] == [8, 4, 2, 0]
     assert [it.offset for it in parallel.iterations] == [0, 0, 0, 0]
-    assert [it.lags for it in parallel.iterations] == [True, True, True, False]
-    assert not any(it.lags for it in make().iterations)
+    assert [it.reads_only_past for it in parallel.iterations] == [True, True, True, False]
+    assert not any(it.reads_only_past for it in make().iterations)
 
 
 @given(configs(), st.integers(1, 60))
@@ -246,22 +246,22 @@ def test_chunks_are_the_complete_ones_and_each_ends_in_a_trigger(config, length)
 
 
 @given(configs(), st.integers(0, 60))
-def test_a_token_reads_a_latent_of_the_ring_or_one_that_it_completes(config, position):
+def test_a_token_reads_a_latent_that_is_kept_or_one_that_it_completes(config, position):
     for it in config.iterations:
         if position >= it.shift:
             read, finished = it.chunk_of(position - it.shift), it.chunks(position)
-            completes = it.triggers(position) and read == finished and not it.lags
-            assert completes or finished - it.ring <= read < finished
+            completes = it.triggers(position) and read == finished and not it.reads_only_past
+            assert completes or finished - it.latents_kept <= read < finished
 
 
 @given(configs())
-def test_the_ring_is_no_larger_than_what_is_read(config):
+def test_no_more_latents_are_kept_than_are_read(config):
     for it in config.iterations:
         ages = [
             it.chunks(i) - it.chunk_of(i - it.shift)
             for i in range(it.shift, it.shift + 2 * it.chunk)
         ]
-        assert max(ages) == it.ring
+        assert max(ages) == it.latents_kept
 
 
 # ---------------------------------------------------------------------------- JSON and changes

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from spiralformer import SpiralConfig, SpiralFormer, cli
+from spiralformer.errors import UserError
 from spiralformer.hf.neox import from_gpt_neox, to_gpt_neox
 from spiralformer.model_folder import CheckpointError, load_model, save_model
 
@@ -217,7 +218,7 @@ def test_commands_refuse_bad_input_and_overwrite_nothing(tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         to_gpt_neox(from_gpt_neox(neox), taken)
     assert [p.name for p in (tmp_path / "taken").iterdir()] == ["work.txt"]
     assert not (tmp_path / "out").exists()

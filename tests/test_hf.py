@@ -1,9 +1,11 @@
 """Laws of the Hugging Face classes: they compute what our model does, whatever tool calls them."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from transformers import (
 
 from spiralformer import ConfigError, SpiralConfig, SpiralFormer, decode
 from spiralformer.decode.generate import generate
+from spiralformer.decode.native import NativeRunner
 from spiralformer.hf import SpiralCache, SpiralFormerConfig, SpiralFormerForCausalLM
 from spiralformer.hf.export import export
 from spiralformer.model_folder import load_model, save_model
@@ -130,6 +133,75 @@ def test_generation_goes_on_from_a_returned_cache():
     )
     assert torch.equal(again, whole)
     assert sum(passed) == 4 * 11  # nothing was read twice
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_assisted_generation_is_greedy_generation(layout):
+    """Guesses of an assistant, or of the text itself, are checked many at once and taken back."""
+    model = wrapped(SpiralConfig(**LAYOUTS[layout], **SMALL))
+    other = build(SpiralConfig(**LAYOUTS[layout], **SMALL), seed=1, dtype=torch.float64)
+    near = wrapped(SpiralConfig(**LAYOUTS[layout], **SMALL))
+    for p, q in zip(near.model.parameters(), other.parameters(), strict=True):
+        p.data.lerp_(q.data, 0.02)  # right about some tokens, wrong about others
+    ids = torch.tensor(prompts(13))
+    mask = torch.ones_like(ids)
+    whole = model.generate(ids, attention_mask=mask, **{**GREEDY, "max_new_tokens": 60})
+    crops = []
+    crop = SpiralCache.crop
+
+    def counted(cache, tokens):
+        crops.append(tokens)
+        return crop(cache, tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpiralCache, "crop", counted)
+        options = {**GREEDY, "max_new_tokens": 60, "attention_mask": mask}
+        assert torch.equal(model.generate(ids, assistant_model=near, **options), whole)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), whole)
+    assert min(crops) < 0
+    assert len(crops) < 100  # some guesses were right
+
+
+def test_a_model_folder_of_version_0_1_opens_and_computes_the_same():
+    folder = Path(__file__).parent / "fixtures" / "model-0.1"
+    expected = json.loads((folder / "expected.json").read_text())
+    ids, wanted = torch.tensor(expected["ids"]), torch.tensor(expected["logits"]).double()
+    ours = load_model(folder, dtype=torch.float64)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), wanted, rtol=0, atol=1e-6)
+        torch.testing.assert_close(theirs(ids).logits, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_copied_cache_goes_its_own_way():
+    model, (prompt,) = wrapped(), prompts(9)
+    cache = model(torch.tensor([prompt])).past_key_values
+    go_on = lambda cache, more: model.generate(
+        torch.tensor([prompt + more]), past_key_values=cache, **GREEDY
+    )
+    for more in ([5], [6, 7]):
+        whole = model.generate(torch.tensor([prompt + more]), **GREEDY)
+        assert torch.equal(go_on(copy.deepcopy(cache), more), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_native_runner_generates_what_the_eager_one_does(layout):
+    model = wrapped(SpiralConfig(**LAYOUTS[layout], **SMALL), dtype=torch.float32)
+    passes = []
+    run = NativeRunner.stack
+    for rows in (RAGGED[2:3], RAGGED):
+        for options in ({}, {"num_beams": 3}, {"do_sample": True, "temperature": 2.0}):
+
+            def tokens(runner, rows=rows, options=options):
+                torch.manual_seed(5)
+                return model.generate(**padded(rows), **{**GREEDY, **options}, runner=runner)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(NativeRunner, "stack", lambda *args: passes.append(1) or run(*args))
+                native = tokens("native")
+            assert torch.equal(native, tokens("eager"))
+    assert len(passes) > 6 * 20
 
 
 def count_tokens(model: SpiralFormerForCausalLM) -> list[int]:
@@ -569,7 +641,6 @@ def test_an_exported_folder_generates_the_same_where_the_package_is_not_installe
         ({"cache_implementation": "static"}, "cache_implementation 'static' is not supported"),
         ({"cache_implementation": "offloaded"}, "cache_implementation 'offloaded'"),
         ({"cache_implementation": "paged"}, "cache_implementation 'paged'"),
-        ({"prompt_lookup_num_tokens": 3}, "mode 'assisted_generation' is not supported"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "mode 'contrastive_search' is not supported"),
         ({"num_beams": 4, "num_beam_groups": 2}, "mode 'group_beam_search' is not supported"),
         ({"dola_layers": "low"}, "mode 'dola_generation' is not supported"),
@@ -585,12 +656,9 @@ def test_generation_that_cannot_work_is_refused(options, message):
         model.generate(**inputs, **{**GREEDY, **options})
 
 
-def test_assisted_generation_and_continuous_batching_are_refused():
-    model = wrapped()
+def test_continuous_batching_is_refused():
     with pytest.raises(NotImplementedError, match="continuous batching"):
-        model.generate_batch(prompts(9))
-    with pytest.raises(ValueError, match="assisted_generation"):
-        model.generate(torch.tensor(prompts(9)), assistant_model=wrapped(), **GREEDY)
+        wrapped().generate_batch(prompts(9))
 
 
 def test_prompts_that_cannot_be_continued_are_refused():
@@ -624,7 +692,7 @@ def test_masks_and_caches_that_contradict_are_refused():
         model(new[:2], past_key_values=cache)
     with pytest.raises(decode.StateError, match="another model"):
         wrapped(PAPER.replace(layout="2+1x{1/2,1}+1"))(new, past_key_values=cache)
-    with pytest.raises(NotImplementedError, match="take back"):
+    with pytest.raises(decode.StateError, match=r"cannot be truncated to 12.*history=1 or more"):
         cache.crop(-1)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from spiralformer.bench.results import read, speeds
 from spiralformer.cli import main, parse
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +54,3 @@ def test_an_unknown_command_ends_with_status_2(capsys):
         main(["trian"])
     assert stop.value.code == 2
     assert "train" in capsys.readouterr().err
-
-
-def test_the_speeds_of_the_readme_are_those_of_the_benchmarks():
-    assert "\n".join(speeds(read(ROOT / "docs/results/bench"))) in README

@@ -24,6 +24,7 @@ from spiralformer.data.sources import find_sources
 from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
+from spiralformer.files import CONFIGS
 from spiralformer.model_folder import load_model
 from spiralformer.train import RunFolder, TrainConfig, distributed, loop, plan, run, train
 from spiralformer.train.checkpoint import fault, newest_whole, read_state
@@ -41,7 +42,6 @@ from tests.training import (
     weights,
 )
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 OLD = Path(__file__).parent / "fixtures" / "run-0.1"
 
 

@@ -1,1 +1,1 @@
-"""Side-by-side benchmarks: every figure is a ratio against a peer measured in the same run."""
+"""Speed and memory beside peers: whole runs, taking turns; measured, not judged."""

@@ -189,9 +189,9 @@ def _show_parameters(config: SpiralConfig, report: dict[str, Any]) -> str:
         row("core", core, "cores"),
         row("post", _layers(layout.post), "post"),
         row("final norm", "", "final_norm"),
-        row("scorers", "self-aggregation", "scorers"),
-        row("routers", "output-dependent allocation", "routers"),
-        row("MeSH", "write and read routers", "mesh"),
+        row("down-scaling", config.downscale, "downscale"),
+        row("up-scaling", config.upscale, "upscale"),
+        row("topology", config.topology, "topology"),
         row("head", "tied to the embedding" if config.tie_embeddings else "", "head"),
         row("unexplained", "2d² in the paper's totals", "unexplained"),
     ]

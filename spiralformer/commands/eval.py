@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from spiralformer.evaluate.tasks import TASKS, TEXTS
+from spiralformer.evaluate.tasks import PAPER, TEXTS
 
 EPILOG = f"""
-tasks: {", ".join(TASKS)} (accuracy, through EleutherAI's lm-evaluation-harness);
-texts: {", ".join(TEXTS)} (perplexity). `paper` is all of them.
+the paper's tasks: {", ".join(PAPER)} (accuracy); its texts: {", ".join(TEXTS)}
+(perplexity). `paper` is all of them, `mmlu` is mmlu_continuation. Any other task, group or tag of
+EleutherAI's lm-evaluation-harness can be named too, or the YAML file of one.
 
---data-dir reads TASK.SPLIT.jsonl and TASK.fewshot.jsonl, with the fields of the tasks' usual
-Hugging Face datasets, pile_sample.test.jsonl and wikitext2_raw.test.txt. Without it, data come
-from the hub.
+--data-dir reads TASK.SPLIT.jsonl and TASK.fewshot.jsonl of the paper's tasks, with the fields of
+their usual Hugging Face datasets, pile_sample.test.jsonl and wikitext2_raw.test.txt. Other data
+come from the hub.
 
-Results go to OUT/results.json and OUT/table.md. What has been scored is kept in OUT/cache: an
-interrupted evaluation goes on where it was.
+OUT/table.md has the tables, OUT/MODEL/K-shot.json the harness's results, OUT/MODEL/texts.json the
+perplexities. Each answer of a model is kept in OUT/cache: an interrupted evaluation goes on where
+it was.
 """
 
 
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=int,
         metavar="N",
-        help="only the first N examples of a task (of MMLU, spread over its subjects) or documents",
+        help="only the first N examples of a task (of a group, spread over its tasks) or documents",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/eval"), metavar="DIR", help="results (%(default)s)"
@@ -85,18 +86,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=1234, help="of the few-shot examples (%(default)s)"
     )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that a Hugging Face folder brings along",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from spiralformer.evaluate import report
-    from spiralformer.evaluate.run import Options, evaluate_folders, write
+    from spiralformer import files
+    from spiralformer.console import say
+    from spiralformer.evaluate.run import Options, evaluate_folders
+    from spiralformer.evaluate.tables import render
 
     text_files = [path for paths in args.text_files for path in paths]
     options = Options(
         tasks=args.tasks if args.tasks is not None else ([] if text_files else ["paper"]),
         shots=args.shots,
         data_dir=args.data_dir,
-        text_files=text_files,
+        text_files=list(dict.fromkeys(text_files)),
         limit=args.limit,
         out=args.out,
         context=args.context,
@@ -105,18 +113,14 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
         seed=args.seed,
+        trust_remote_code=args.trust_remote_code,
     )
     try:
         evaluations = evaluate_folders(args.folders, options)
     except KeyboardInterrupt:
-        print(
-            f"\nwhat was finished is kept in {options.out / 'cache'}; the same command goes on",
-            file=sys.stderr,
-        )
+        say(f"\nwhat was answered is kept in {options.out / 'cache'}; the same command goes on")
         raise
-    table = report.render(evaluations, options)
-    results = json.dumps(report.to_json(evaluations, options), indent=2, ensure_ascii=False)
-    write(options.out / "table.md", table)
-    write(options.out / "results.json", results + "\n")
-    print(report.for_terminal(table) if sys.stdout.isatty() else table, end="")
+    table = render(evaluations, options)
+    files.write_text(options.out / "table.md", table)
+    print(render(evaluations, options, plain=True) if sys.stdout.isatty() else table, end="")
     return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spiralformer.hf import neox as convert
-from spiralformer.model_folder import load_config, load_model, read_json
+from spiralformer.files import read_json, require_free
+from spiralformer.hf import neox
+from spiralformer.model_folder import load_config, load_model, tokenizer_of
 
 FORMATS = {
     "hf": "loads with trust_remote_code=True; the folder carries the code it needs",
@@ -27,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     source, out = Path(args.checkpoint), Path(args.out)
-    convert.require_free(out)
+    require_free(out)
     if args.format == "gpt-neox":
-        convert.write_config(load_config(source))  # refuses before the weights are read
+        neox.write_config(load_config(source))  # refuses before the weights are read
         fields = read_json(source / "config.json")
-        ids = {name: fields[name] for name in convert.TOKEN_IDS if fields.get(name) is not None}
-        tokenizer = convert.tokenizer_of(source)
-        convert.to_gpt_neox(load_model(source), out, tokenizer=tokenizer, **ids)
+        ids = {name: fields[name] for name in neox.TOKEN_IDS if fields.get(name) is not None}
+        tokenizer = tokenizer_of(source)
+        neox.to_gpt_neox(load_model(source), out, tokenizer=tokenizer, **ids)
         print(f"{out}: opens with transformers as GPTNeoXForCausalLM")
     else:
         from spiralformer.hf.export import export

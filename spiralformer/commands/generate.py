@@ -34,7 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: the one it was saved in")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--compile", action="store_true", help="compile the step first: slow to start, then faster"
+        "--runner",
+        choices=("auto", "eager", "compile", "native"),
+        default="auto",
+        help="what runs the decode step; auto is native where that was built before, and eager "
+        "elsewhere. They are equal to rounding: the tokens of float32, but not always of bfloat16",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="the fastest runner of the device, built if need be: native on CPUs, else compile",
     )
 
 
@@ -51,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from spiralformer.data.tokenizer import load_tokenizer
-    from spiralformer.decode.algorithm import EAGER
-    from spiralformer.decode.generate import Sampling, TextStream, stream
+    from spiralformer.decode import Sampling, native, runner_for, stream
+    from spiralformer.decode.generate import TextStream
     from spiralformer.model_folder import load_model, tokenizer_files
 
     sampling = Sampling(
@@ -74,19 +83,13 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.checkpoint)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     stop_ids = [] if args.ignore_eos else [tokenizer.eot_id]
-    runner = EAGER
+    name = args.runner
     if args.compile:
-        from spiralformer.decode.compiled import compile_for
+        name = "compile" if device.type != "cpu" or native.unfit(model) else "native"
+    room = max(map(len, ids)) + args.max_new_tokens
+    runner = runner_for(model, name, rows=len(ids), tokens=args.max_new_tokens, capacity=room)
 
-        print("compiling the decode step …", end=" ", file=sys.stderr, flush=True)
-        begun = time.perf_counter()
-        room = max(map(len, ids)) + args.max_new_tokens
-        runner = compiled = compile_for(model, batch=len(ids), capacity=room)
-        print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
-        if device.type == "cpu" and compiled.fallback:
-            print(f"[the native step is not in use: {compiled.fallback}]", file=sys.stderr)
-
-    found: list[list[int]] = [[] for _ in ids]
+    new: list[list[int]] = [[] for _ in ids]
     texts = [TextStream(tokenizer.decode, args.stop) for _ in ids]
     alone = len(ids) == 1
     if alone:
@@ -106,19 +109,20 @@ def run(args: argparse.Namespace) -> int:
             first = time.perf_counter()
         count += 1
         if token not in stop_ids:
-            found[row].append(token)
+            new[row].append(token)
         if alone:
-            print(texts[0].push(found[0]), end="", flush=True)
+            print(texts[0].push(new[0]), end="", flush=True)
     ended = time.perf_counter()
     if alone:
-        print(texts[0].push(found[0], final=True), flush=True)
+        print(texts[0].push(new[0], final=True), flush=True)
     else:
-        for prompt, tokens, text in zip(prompts, found, texts, strict=True):
+        for prompt, tokens, text in zip(prompts, new, texts, strict=True):
             print(f"── {prompt!r}\n{prompt}{text.text(tokens)}")
     rest = count - len(ids)
     speed = f", then {rest / (ended - first):.1f} tokens/s" if rest > 0 else ""
     print(
-        f"[{sum(map(len, ids))} prompt tokens read in {first - begun:.2f} s{speed}; {count} new]",
+        f"[{sum(map(len, ids))} prompt tokens read in {first - begun:.2f} s{speed}; {count} new; "
+        f"{runner.name} runner]",
         file=sys.stderr,
     )
     return 0

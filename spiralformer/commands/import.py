@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spiralformer.hf import neox as convert
-from spiralformer.model_folder import read_json, save_model
+from spiralformer.files import read_json, require_free
+from spiralformer.hf import neox
+from spiralformer.model_folder import save_model, tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     source, out = Path(args.source), Path(args.out)
-    convert.require_free(out)
-    model = convert.from_gpt_neox(source)
+    require_free(out)
+    model = neox.from_gpt_neox(source)
     fields = read_json(source / "config.json")
-    ids = {name: fields[name] for name in convert.TOKEN_IDS if fields.get(name) is not None}
-    tokenizer = convert.tokenizer_of(source)
+    ids = {name: fields[name] for name in neox.TOKEN_IDS if fields.get(name) is not None}
+    tokenizer = tokenizer_of(source)
     save_model(model, out, tokenizer=tokenizer, **ids)
     config, dtype = model.config, str(model.embedding.weight.dtype).removeprefix("torch.")
     print(

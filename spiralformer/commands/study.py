@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from spiralformer.console import say
 from spiralformer.errors import UserError
 
+DEFAULT_SCALE = "bytes-s"
 EPILOG = """\
-example: spiralformer study main --scale nano --seeds 3 --jobs 2
+examples:
+  spiralformer study main --corpus enwik8.gz --dry-run
+  spiralformer study power --seeds 3
+  spiralformer study main --redraw
+  spiralformer study compare runs/one runs/other
 
 The same command goes on where it was stopped. Finished runs are kept in --cache, which studies
 share; a run that failed is tried again the next time."""
@@ -26,16 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "name",
         metavar="NAME",
-        help="main, ablation, recurrence, scaling or schedule (configs/studies), or a .yaml file",
+        help="main, ablation, recurrence, scaling, schedule or power, a .yaml file, or compare",
     )
-    add("--scale", default="nano", help="tiny, nano, 160m, 410m, 1b or 1.4b (%(default)s)")
+    add("runs", nargs="*", type=Path, metavar="RUN", help="of compare: folders of finished runs")
+    add("--scale", default=DEFAULT_SCALE, help="tiny, bytes-s, bytes-m, 160m … 1.4b (%(default)s)")
     add("--seeds", type=int, metavar="N", help="seeds of each row; default: the study's")
+    add("--budget", default="", help="tokens of a run (400k, 1e6), or a multiple (2x)")
     add(
-        "--budget",
-        default="",
-        help="tokens of a run (400k, 1e6), or a multiple of the scale's (2x)",
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="runs side by side, the cores shared between them (%(default)s)",
     )
-    add("--jobs", type=int, default=1, metavar="N", help="runs side by side (%(default)s)")
     add("--out", type=Path, metavar="DIR", help="tables and figures; default: runs/studies/NAME")
     add(
         "--cache",
@@ -44,11 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the runs, shared between studies (%(default)s)",
     )
+    add("--corpus", default="", metavar="FILE", help="bytes to train on, 90:5:5, such as enwik8.gz")
     add("--data", default="", metavar="DIR", help="folder of shards; default: the embedded corpus")
     add("--only", default="", metavar="REGEX", help="only rows whose name matches")
     add("--tasks", nargs="+", metavar="TASK", help="also evaluate the models: as `eval --tasks`")
     add("--data-dir", type=Path, metavar="DIR", help="data of --tasks")
+    add("--dry-run", action="store_true", help="say what would be run and how long it may take")
     add("--report-only", action="store_true", help="train nothing; write what the cache gives")
+    add("--redraw", action="store_true", help="tables and figures anew, from records.json alone")
     add("--quiet", action="store_true", help="print the table and the verdicts only")
 
 
@@ -57,46 +70,94 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--jobs {args.jobs}: at least 1 is needed")
     if args.tasks and args.data_dir is None:
         raise UserError("--tasks needs --data-dir DIR, as `spiralformer eval` does")
+    if args.data and args.corpus:
+        raise UserError("--data and --corpus: give one of them")
+    if args.runs and args.name != "compare":
+        raise UserError(f"{args.runs[0]}: only `study compare` takes folders of runs")
+    if args.redraw:
+        return _redraw(args)
+    if args.name == "compare":
+        from spiralformer.study.compare import compare
 
-    from spiralformer.study import report, spec
-    from spiralformer.study.conduct import conduct
-    from spiralformer.study.lab import Console, Lab
+        return _written(args, compare(args.runs))
+    return _conduct(args)
 
-    scale = spec.scale_named(args.scale)
-    if args.budget:
-        scale = spec.with_budget(scale, args.budget)
-    study = spec.load(args.name, scale, seeds=args.seeds, only=args.only)
-    if args.tasks and not study.keep_models:
-        raise UserError(f"--tasks: study {study.name} keeps no models; main does")
-    out = args.out or Path("runs/studies") / re.sub(r"\.ya?ml$", "", Path(args.name).name)
-    lab = Lab(args.cache, args.jobs, Console(args.quiet))
-    before = signal.signal(signal.SIGTERM, _interrupt)
+
+def _conduct(args: argparse.Namespace) -> int:
+    from spiralformer.study import spec
+
+    study = spec.load(args.name, args.scale, budget=args.budget, seeds=args.seeds, only=args.only)
+
+    from spiralformer.study.run import RunPool, StudyRuns
+
+    pool = RunPool(args.jobs, args.quiet)
+    runs = StudyRuns.of(study, args.cache, pool, folder=args.data, file=args.corpus)
+    if args.dry_run:
+        _, due = runs.plan()
+        for planned in due:
+            print(f"{planned.label}, {planned.config.steps:,} steps, {planned.flops:.3g} FLOPs")
+        runs.announce()
+        return 0
+    if not args.report_only:
+        if not args.quiet:
+            runs.announce()
+        with _stopping_in_good_order():
+            runs.conduct(lambda: runs.records().write(_out(args)))
+    records = runs.records()
+    if not any(row.runs for row in records.rows):
+        reason = next((text for row in records.rows for text in row.failures.values()), "not begun")
+        raise UserError(f"no run of {study.name} is finished in {args.cache}: {reason}")
+    code = _written(args, records)
+    if args.tasks:
+        from spiralformer.cli import main
+
+        models = [str(run.folder / "model") for row, run in runs.rows(records.sweeps)
+                  if run.config.seed == 0 and run.finished]  # fmt: skip
+        out = ["--data-dir", str(args.data_dir), "--out", str(_out(args) / "eval")]
+        code = main(["eval", *models, "--tasks", *args.tasks, *out]) or code
+    return 1 if records.unfinished and not args.report_only else code
+
+
+def _out(args: argparse.Namespace) -> Path:
+    name = re.sub(r"\.ya?ml$", "", Path(args.name).name)
+    name += "" if args.scale == DEFAULT_SCALE else f"-{args.scale}"
+    return args.out or Path("runs/studies") / name
+
+
+def _redraw(args: argparse.Namespace) -> int:
+    """Where nothing else is said, the committed records."""
+    from spiralformer.study.page import redraw
+    from spiralformer.study.records import FILE, Records
+
+    committed = Path("docs/results") / _out(args).name
+    folder = committed if args.out is None and (committed / FILE).is_file() else _out(args)
+    for path in redraw(Records.read(folder), folder):
+        print(path)
+    return 0
+
+
+def _written(args: argparse.Namespace, records) -> int:
+    from spiralformer.study import page
+
+    written = page.write(records, _out(args))
+    print(page.for_terminal(records))
+    print("\n" + "\n".join(map(str, written)))
+    return 0
+
+
+@contextlib.contextmanager
+def _stopping_in_good_order() -> Iterator[None]:
+    """SIGTERM is taken as Ctrl-C: the runs save before they end."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # launchers may say it twice
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        results = conduct(
-            args.name,
-            scale=args.scale,
-            seeds=args.seeds,
-            budget=args.budget,
-            only=args.only,
-            data=args.data,
-            lab=lab,
-            report_only=args.report_only,
-        )
-        if args.tasks:
-            results = report.with_tasks(results, lab, args.tasks, args.data_dir, out / "eval")
+        yield
     except KeyboardInterrupt:
-        lab.console.close()
-        print("finished runs are kept; the same command goes on from here", file=sys.stderr)
+        say("finished runs are kept; the same command goes on from here")
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-    lab.console.close()
-    written = report.write(results, out)
-    print(report.for_terminal(results))
-    print("\n" + "\n".join(os.fspath(path) for path in written))
-    return 1 if results.unfinished and not args.report_only else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # launchers may say it twice
-    raise KeyboardInterrupt

@@ -7,6 +7,8 @@ import os
 import sys
 
 from spiralformer.errors import UserError
+from spiralformer.files import packaged_config
+from spiralformer.presets import PRESETS
 from spiralformer.train.config import TrainConfig, describe_fields
 
 EPILOG = """\
@@ -25,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (EPILOG + describe_fields()).replace("%", "%%")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="a .yaml or .json file, or the name of a model preset")
+    add(
+        "config",
+        metavar="CONFIG",
+        help="a .yaml or .json file, a recipe (stdlib, nano), or a model preset",
+    )
     add("settings", nargs="*", metavar="field=value", help="changes to it, for example steps=500")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on from a checkpoint, or not at all")
@@ -39,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     main = os.environ.get("RANK", "0") == "0"
     try:
-        config = TrainConfig.load(args.config, args.settings)
+        source = args.config if args.config in PRESETS else packaged_config(args.config)
+        config = TrainConfig.load(source, args.settings)
     except UserError:
         if main:
             raise

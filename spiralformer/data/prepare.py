@@ -6,37 +6,38 @@ the next run with the same settings goes on from there and ends with the same by
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from spiralformer.data.shards import Shard, ShardWriter, find_shards, finish_shards
-from spiralformer.data.sources import ReadOptions, Source, parse_cut, read_documents
+from spiralformer.data.shards import (
+    MANIFEST,
+    append_documents,
+    file_record,
+    finish_shards,
+    manifest_text,
+    read_manifest,
+)
+from spiralformer.data.sources import ReadOptions, Source, document_size, read_documents
 from spiralformer.data.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from spiralformer.errors import UserError
+from spiralformer.files import locked, read_json, write_json, write_text, writing
 
 SPLITS = ("train", "valid")
-MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
+LOCK = ".lock"
 BATCH_BYTES = 1 << 18  # text that a worker takes at a time
-COMMIT_BYTES = 1 << 24  # text between two commits
+COMMIT_BYTES = 1 << 24  # text between two commits: what an interruption costs
+BPE_BYTES = 256_000_000  # of training text that a BPE is trained on, from the first
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,11 @@ class Recipe:
     tokenizer: str | Path | None = None  # a path; else `bpe` or `bytes` holds
     bpe: int | None = None  # vocabulary of a BPE to train
     bytes: bool = False
-    bpe_sample: int = 256 << 20  # bytes of training text that the BPE is trained on, from the first
     eot: str | None = None
     valid_fraction: float = 0.005
     seed: int = 0
     text_field: str = "text"
     split_documents: str = "auto"
-    shard_tokens: int = 1 << 30
 
     def __post_init__(self) -> None:
         if (self.tokenizer is not None) + (self.bpe is not None) + self.bytes != 1:
@@ -61,19 +60,7 @@ class Recipe:
             raise UserError(f"--valid-fraction {self.valid_fraction} is not in 0 … 1 (1 excluded)")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is not in 0 … 2^63 - 1")
-        if self.shard_tokens < 1 or self.bpe_sample < 1:
-            raise UserError("--shard-tokens and --bpe-sample must be at least 1")
-        parse_cut(self.split_documents)
-
-
-class Progress(NamedTuple):
-    """Told after each batch."""
-
-    documents: int
-    text_bytes: int
-    tokens: int
-    read: int  # bytes of the sources
-    total: int | None  # bytes of all sources, where known
+        document_size(self.split_documents)
 
 
 @dataclass
@@ -88,14 +75,12 @@ class State:
         default_factory=lambda: {split: [] for split in SPLITS}
     )
 
-    def total(self, count: str) -> int:
-        return sum(shard[count] for split in SPLITS for shard in self.shards[split])
 
-
-def in_validation(text: bytes, fraction: float, seed: int) -> bool:
+def in_validation(text: bytes, recipe: Recipe) -> bool:
     """By the content, so that a document and its copies are on the same side."""
-    digest = hashlib.blake2b(text, digest_size=8, salt=seed.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little") < fraction * 2**64
+    salt = recipe.seed.to_bytes(8, "little")
+    digest = hashlib.blake2b(text, digest_size=8, salt=salt).digest()
+    return int.from_bytes(digest, "little") < recipe.valid_fraction * 2**64
 
 
 def prepare(
@@ -105,12 +90,13 @@ def prepare(
     *,
     workers: int = 1,
     skip_bad: bool = False,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[int, int], None] = lambda read, tokens: None,
     notice: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Writes the shards of all documents of the sources and returns the manifest."""
+    """Writes the shards of all documents of the sources and returns the manifest. `report` is told
+    the bytes of the sources that are read, and the tokens of this run."""
     out = Path(out)
-    tokenizer = None if recipe.bpe else _given_tokenizer(recipe)
+    tokenizer = _given_tokenizer(recipe)
     settings = _settings(sources, recipe, tokenizer)
     finished = _finished(out, settings)
     if finished:
@@ -118,27 +104,70 @@ def prepare(
         return finished
 
     partial = out.with_name(out.name + ".partial")
-    options = ReadOptions(recipe.text_field, recipe.split_documents, skip_bad, notice)
-    with _writing(partial), _locked(partial):
+    options = ReadOptions(recipe.text_field, recipe.split_documents, skip_bad)
+    with (
+        writing(partial, "run the same command again to go on, or choose another --out"),
+        locked(partial / LOCK, "writing", "wait for it, or choose another --out"),
+    ):
         state = _resumed(partial, settings, notice)
         try:
             if tokenizer is None:
                 tokenizer = _trained_tokenizer(partial, sources, options, recipe, notice)
-            for name, content in tokenizer.files().items():
-                _write_atomically(partial / name, content)
-            _tokenize(
-                partial, sources, options, recipe, tokenizer, state, settings, workers, report
-            )
-            _refuse_empty(state)
+            tokenizer.save(partial)
+            batches = _batches(sources, options, state)
+            with closing(_encoded(batches, tokenizer, recipe, workers)) as encoded:
+                _write(partial, settings, state, encoded, report)
+            if not state.shards["train"]:
+                raise UserError(
+                    f"the sources have no text to train on: {state.empty} documents are empty, "
+                    f"{state.skipped} unreadable; all others fell into validation (--seed)"
+                )
         except UserError:
             if not state.shards["train"]:  # nothing worth keeping
                 shutil.rmtree(partial)
             raise
         manifest = _manifest(partial, tokenizer, state, settings)
-        _write_atomically(partial / MANIFEST, _manifest_text(manifest))
+        write_text(partial / MANIFEST, manifest_text(manifest))
         os.rename(partial, out)  # replaces an empty folder, and no other
         _tidy(out)
     return manifest
+
+
+def _write(
+    partial: Path,
+    settings: dict[str, Any],
+    state: State,
+    encoded: Iterator[tuple[Batch, list[Encoded]]],
+    report: Callable[[int, int], None],
+) -> None:
+    pending: list[Encoded] = []
+
+    def commit() -> None:
+        for split in SPLITS:
+            documents = [document for document in pending if document.split == split]
+            append_documents(
+                partial,
+                split,
+                state.shards[split],
+                [document.tokens for document in documents],
+                sum(document.text_bytes for document in documents),
+            )
+        pending.clear()
+        write_json(partial / PROGRESS, {"settings": settings, "state": vars(state)})
+
+    uncommitted = tokens = 0
+    for batch, documents in encoded:
+        pending += documents
+        uncommitted += sum(document.text_bytes for document in documents)
+        tokens += sum(len(document.tokens) for document in documents)
+        state.source, state.document = batch.source, batch.document
+        state.empty += batch.empty
+        state.skipped += batch.skipped
+        if uncommitted >= COMMIT_BYTES:
+            commit()
+            uncommitted = 0
+        report(batch.read, tokens)
+    commit()
 
 
 # ---------------------------------------------------------------- tokenizing
@@ -178,172 +207,45 @@ def _batches(sources: list[Source], options: ReadOptions, state: State) -> Itera
     yield Batch(texts, len(sources), 0, empty, skipped, before)
 
 
-class Tokens(NamedTuple):
-    """Tokenized documents of one split."""
-
-    ids: np.ndarray
-    sizes: np.ndarray  # tokens of each document
+class Encoded(NamedTuple):
+    split: str
+    tokens: np.ndarray  # and the end of text
     text_bytes: int
 
 
-class Encoder:
-    """Tokenizes and splits a batch. Each worker has one."""
-
-    def __init__(self, backend: str, eot: str, valid_fraction: float, seed: int):
-        self.tokenizer = TextTokenizer(Tokenizer.from_str(backend), eot, "")
-        self.valid_fraction, self.seed = valid_fraction, seed
-
-    def __call__(self, texts: list[str]) -> dict[str, Tokens]:
-        eot = np.array([self.tokenizer.eot_id], self.tokenizer.dtype)
-        ids: dict[str, list[np.ndarray]] = {split: [eot[:0]] for split in SPLITS}
-        sizes: dict[str, list[int]] = {split: [] for split in SPLITS}
-        text_bytes = dict.fromkeys(SPLITS, 0)
-        for text, tokens in zip(texts, self.tokenizer.encode_batch(texts), strict=True):
-            data = text.encode()
-            split = SPLITS[in_validation(data, self.valid_fraction, self.seed)]
-            ids[split] += [tokens, eot]
-            sizes[split].append(len(tokens) + 1)
-            text_bytes[split] += len(data)
-        return {
-            split: Tokens(
-                np.concatenate(ids[split]), np.array(sizes[split], np.int32), text_bytes[split]
-            )
-            for split in SPLITS
-        }
-
-
-_worker_encoder: Encoder
-
-
-def _start_worker(*arguments: Any) -> None:
-    global _worker_encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the work in good order
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(*arguments)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(texts: list[str]) -> dict[str, Tokens]:
-    return _worker_encoder(texts)
+def _encode(texts: list[str], tokenizer: TextTokenizer, recipe: Recipe) -> list[Encoded]:
+    eot = np.array([tokenizer.eot_id], tokenizer.dtype)
+    documents = []
+    for text in texts:
+        data, tokens = text.encode(), np.append(tokenizer.tokens(text), eot)
+        split = SPLITS[in_validation(data, recipe)]
+        documents.append(Encoded(split, tokens, len(data)))
+    return documents
 
 
 def _encoded(
-    batches: Iterator[Batch], arguments: tuple, workers: int
-) -> Generator[tuple[Batch, dict[str, Tokens]], None, None]:
-    """The batches in their order, tokenized by `workers` processes (by this one, if it is 1)."""
-    if workers == 1:
-        encoder = Encoder(*arguments)
+    batches: Iterator[Batch], tokenizer: TextTokenizer, recipe: Recipe, workers: int
+) -> Generator[tuple[Batch, list[Encoded]], None, None]:
+    """The batches in their order, tokenized by threads: a tokenizer works without Python's lock."""
+    waiting: deque[tuple[Batch, Future[list[Encoded]]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
         for batch in batches:
-            yield batch, encoder(batch.texts)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, arguments)
-    waiting: deque[tuple[Batch, Future]] = deque()
-    try:
-        for batch in batches:
-            waiting.append((batch._replace(texts=[]), pool.submit(_encode_in_worker, batch.texts)))
+            waiting.append((batch, pool.submit(_encode, batch.texts, tokenizer, recipe)))
             if len(waiting) > 2 * workers:  # no more text in memory than keeps them busy
                 first, future = waiting.popleft()
                 yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a tokenizing process was killed, perhaps for lack of memory; run the same command "
-            "again, with fewer --workers, to go on"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _tokenize(
-    partial: Path,
-    sources: list[Source],
-    options: ReadOptions,
-    recipe: Recipe,
-    tokenizer: TextTokenizer,
-    state: State,
-    settings: dict[str, Any],
-    workers: int,
-    report: Callable[[Progress], None],
-) -> None:
-    writers = {
-        split: ShardWriter(
-            partial, split, tokenizer.dtype, recipe.shard_tokens, state.shards[split]
-        )
-        for split in SPLITS
-    }
-
-    def commit() -> None:
-        for writer in writers.values():
-            writer.commit()
-        record = {"settings": settings, "state": vars(state)}
-        _write_atomically(partial / PROGRESS, json.dumps(record))
-
-    known = [source.size for source in sources if source.size is not None]
-    total = sum(known) if len(known) == len(sources) else None
-    uncommitted, whole = 0, True  # whole: writers and state agree
-    arguments = (tokenizer.to_json(), tokenizer.eot, recipe.valid_fraction, recipe.seed)
-    try:
-        with closing(_encoded(_batches(sources, options, state), arguments, workers)) as results:
-            for batch, encoded in results:
-                whole = False
-                for split, tokens in encoded.items():
-                    writers[split].append(*tokens)
-                    uncommitted += tokens.text_bytes
-                state.source, state.document = batch.source, batch.document
-                state.empty += batch.empty
-                state.skipped += batch.skipped
-                whole = True
-                if uncommitted >= COMMIT_BYTES:
-                    commit()
-                    uncommitted = 0
-                report(
-                    Progress(
-                        state.total("documents"),
-                        state.total("bytes"),
-                        state.total("tokens"),
-                        batch.read,
-                        total,
-                    )
-                )
-        commit()
-    except (UserError, KeyboardInterrupt):
-        if whole:
-            commit()
-        raise
-    finally:
-        for writer in writers.values():
-            with suppress(OSError):  # of a full disk, which has been reported
-                writer.close()
-
-
-def _refuse_empty(state: State) -> None:
-    if state.shards["train"]:
-        return
-    if state.shards["valid"]:
-        raise UserError("every document fell into validation; take another --seed")
-    raise UserError(
-        f"the sources hold no text ({state.empty} documents are empty, {state.skipped} unreadable)"
-    )
+        for last, future in waiting:
+            yield last, future.result()
 
 
 # ---------------------------------------------------------------- the tokenizer
 
 
-def _given_tokenizer(recipe: Recipe) -> TextTokenizer:
+def _given_tokenizer(recipe: Recipe) -> TextTokenizer | None:
+    """None where one is to be trained."""
     if recipe.bytes:
         return byte_tokenizer()
-    assert recipe.tokenizer is not None
-    return load_tokenizer(recipe.tokenizer, recipe.eot)
+    return load_tokenizer(recipe.tokenizer, recipe.eot) if recipe.tokenizer is not None else None
 
 
 def _trained_tokenizer(
@@ -353,20 +255,20 @@ def _trained_tokenizer(
     recipe: Recipe,
     notice: Callable[[str], None],
 ) -> TextTokenizer:
-    """The tokenizer that an interrupted run has trained, or a new one."""
+    """The tokenizer that an interrupted run has trained, or else another."""
     assert recipe.bpe is not None
     if (partial / "tokenizer.json").exists():
         return replace(load_tokenizer(partial), origin="byte-level BPE")
-    notice(f"training a byte-level BPE of {recipe.bpe} tokens")
+    notice(f"training a byte-level BPE of {recipe.bpe:,} tokens")
     return train_bpe(_training_texts(sources, options, recipe), recipe.bpe)
 
 
 def _training_texts(sources: list[Source], options: ReadOptions, recipe: Recipe) -> Iterator[str]:
-    """Text of training documents only: the first `bpe_sample` bytes of it."""
-    left = recipe.bpe_sample
+    """Text of training documents only: the first `BPE_BYTES` of it."""
+    left = BPE_BYTES
     for source in sources:
         for text, _ in read_documents(source, options):
-            if not text or in_validation(data := text.encode(), recipe.valid_fraction, recipe.seed):
+            if not text or in_validation(data := text.encode(), recipe):
                 continue
             yield text
             left -= len(data)
@@ -381,18 +283,29 @@ def _settings(
     sources: list[Source], recipe: Recipe, tokenizer: TextTokenizer | None
 ) -> dict[str, Any]:
     """What two runs must share to write the same bytes, as JSON."""
-    settings = {
-        "tokenizer": {"bpe": recipe.bpe, "sample": recipe.bpe_sample}
-        if tokenizer is None
-        else {"sha256": tokenizer.sha256, "eot": tokenizer.eot},
+    return {
+        "tokenizer": {"sha256": tokenizer.sha256, "eot": tokenizer.eot}
+        if tokenizer
+        else {"bpe": recipe.bpe},
         "valid_fraction": recipe.valid_fraction,
         "seed": recipe.seed,
         "text_field": recipe.text_field,
         "split_documents": recipe.split_documents,
-        "shard_tokens": recipe.shard_tokens,
         "sources": [source.identity for source in sources],
     }
-    return json.loads(json.dumps(settings))
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The settings that differ; those that only an earlier version had are not asked."""
+    described = []
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            before = {k: v for k, v in before.items() if k in value}
+        if before != value:
+            plain = not isinstance(value, (list, dict))
+            described.append(f"{key} {before}" if plain else f"{key} differ")
+    return ", ".join(described)
 
 
 def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -402,10 +315,9 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     if not (out / MANIFEST).is_file():
         raise UserError(f"{out} exists and is not a folder of token shards; choose another --out")
     manifest = read_manifest(out)
-    if manifest["settings"] != settings:
+    if differences := _differences(manifest["settings"], settings):
         raise UserError(
-            f"{out} holds shards made otherwise ({_differences(manifest['settings'], settings)}); "
-            "choose another --out, or remove it"
+            f"{out} holds shards made otherwise ({differences}); choose another --out, or remove it"
         )
     _tidy(out)
     return manifest
@@ -413,27 +325,17 @@ def _finished(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 
 def _resumed(partial: Path, settings: dict[str, Any], notice: Callable[[str], None]) -> State:
     if not (partial / PROGRESS).exists():
-        record = {"settings": settings, "state": vars(State())}
-        _write_atomically(partial / PROGRESS, json.dumps(record))
+        write_json(partial / PROGRESS, {"settings": settings, "state": vars(State())})
         return State()
-    record = json.loads((partial / PROGRESS).read_text(encoding="utf-8"))
-    if record["settings"] != settings:
+    record = read_json(partial / PROGRESS)
+    if differences := _differences(record["settings"], settings):
         raise UserError(
-            f"{partial} is an unfinished run made otherwise "
-            f"({_differences(record['settings'], settings)}); finish it or remove it"
+            f"{partial} is an unfinished run made otherwise ({differences}); finish it or remove it"
         )
     state = State(**record["state"])
-    notice(f"going on from {partial}: {state.total('documents'):,} documents are done")
+    done = sum(shard["documents"] for split in SPLITS for shard in state.shards[split])
+    notice(f"going on from {partial}: {done:,} documents are done")
     return state
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    keys = [key for key in new if old.get(key) != new[key]]
-    shown = [
-        f"{key} differ" if isinstance(new[key], (list, dict)) else f"{key} {old.get(key)}"
-        for key in keys
-    ]
-    return ", ".join(shown) or "by another version"
 
 
 def _manifest(
@@ -463,108 +365,11 @@ def _manifest(
         "empty_documents": state.empty,
         "skipped_documents": state.skipped,
         "settings": settings,
-        "files": {
-            path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in files
-        },
+        "files": {path.name: file_record(path) for path in files},
     }
 
 
 def _tidy(out: Path) -> None:
     """Removes what only an unfinished folder needs."""
-    for path in [*out.glob("*.sizes"), out / PROGRESS]:
+    for path in [*out.glob("*.sizes"), out / PROGRESS, out / LOCK]:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(partial: Path) -> Iterator[None]:
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "free some space and run the same command again: it goes on from here"
-        raise UserError(
-            f"{partial}: cannot be written: {error.strerror or error}; "
-            + (remedy if full else "choose another --out")
-        ) from None
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Against a second process in the same folder. The system lets go when this one ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is writing here") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _write_atomically(path: Path, content: str) -> None:
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-# ---------------------------------------------------------------- the manifest
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest_text(manifest: dict[str, Any]) -> str:
-    """With a checksum of itself, so that a flipped byte in the manifest shows as well."""
-    body = json.dumps(manifest, indent=1)
-    return json.dumps({**manifest, "checksum": hashlib.sha256(body.encode()).hexdigest()}, indent=1)
-
-
-def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a folder of shards, checked against its own checksum."""
-    path = Path(folder) / MANIFEST
-    try:
-        text = path.read_bytes().decode()
-        manifest = json.loads(text)
-        manifest.pop("checksum")
-        intact = _manifest_text(manifest) == text
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; make the folder with spiralformer data") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError):
-        intact = False
-    if not intact:
-        raise UserError(f"{path}: damaged (its checksum does not hold); prepare the data anew")
-    return manifest
-
-
-def verify(path: str | Path) -> list[Path]:
-    """Checks every file of a folder that `prepare` wrote against the manifest; shards that have no
-    manifest are checked for consistency only. Returns the files, or raises at the first fault."""
-    folder = Path(path)
-    if not (folder / MANIFEST).is_file():
-        shards = find_shards(folder)
-        for shard in shards:
-            shard.check()
-        return [file for shard in shards for file in (*shard.bins, shard.idx)]
-    manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
-        file = folder / name
-        if not file.is_file():
-            raise UserError(f"{file}: missing; prepare the data anew")
-        size = file.stat().st_size
-        if size != expected["size"]:
-            raise UserError(f"{file}: {size:,} bytes in place of {expected['size']:,}")
-        if file_sha256(file) != expected["sha256"]:
-            raise UserError(f"{file}: damaged (its checksum differs); prepare the data anew")
-    for split in manifest["splits"].values():
-        for described in split["shards"]:
-            Shard(folder / described["name"]).check()
-    return [folder / name for name in manifest["files"]]

@@ -1,4 +1,5 @@
-"""Token shards: Megatron's and GPT-NeoX's memory-mapped `.bin` and `.idx` pair.
+"""Token shards: Megatron's and GPT-NeoX's memory-mapped `.bin` and `.idx` pair; folders of them,
+with a manifest and checksums.
 
 `NAME.bin` holds the tokens of all sequences, one after another. `NAME.idx`, little-endian:
 
@@ -15,22 +16,30 @@ A document written here is one sequence."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spiralformer.errors import UserError
+from spiralformer.files import read_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+
+MANIFEST = "manifest.json"
+SHARD_TOKENS = 1 << 30  # after so many a new shard is begun
+
+
+# ---------------------------------------------------------------- reading shards
 
 
 class TokenStream:
@@ -43,27 +52,21 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.arrays else 0
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start … stop−1 as int64."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
-        pieces = []
-        first = int(np.searchsorted(self.ends, start, side="right"))
-        for array, end in zip(self.arrays[first:], self.ends[first:], strict=True):
-            begin = int(end) - len(array)
-            pieces.append(array[max(start - begin, 0) : stop - begin])
-            if end >= stop:
-                break
-        return np.concatenate([np.empty(0, np.int64), *pieces]).astype(np.int64, copy=False)
-
     def section(self, start: int, stop: int) -> TokenStream:
         """The part of the stream from `start` to before `stop`."""
-        begins = [int(end) - len(array) for array, end in zip(self.arrays, self.ends, strict=True)]
-        cut = [
-            array[max(start - begin, 0) : max(stop - begin, 0)]
-            for array, begin in zip(self.arrays, begins, strict=True)
-        ]
-        return TokenStream([array for array in cut if len(array)])
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} of {len(self)}")
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        last = int(np.searchsorted(self.ends, stop))
+        pieces = []
+        for array, end in zip(self.arrays[first : last + 1], self.ends[first:], strict=False):
+            begin = int(end) - len(array)
+            pieces.append(array[max(start - begin, 0) : stop - begin])
+        return TokenStream(pieces)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start … stop−1 as int64."""
+        return np.concatenate([np.empty(0, np.int64), *self.section(start, stop).arrays])
 
 
 class Shard:
@@ -119,12 +122,9 @@ class Shard:
             raise UserError(f"{self.idx}: version {version} of the index; this reads version 1")
         if code not in DTYPES:
             raise UserError(f"{self.idx}: type code {code} is not one of integer tokens")
-        self.dtype = np.dtype(DTYPES[code])
+        self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         expected = HEADER.size + sequences * (4 + 8) + documents * 8
-        if size != expected:
-            problem = "truncated" if size < expected else "too long"
-            raise UserError(f"{self.idx}: {problem}: {size:,} bytes in place of {expected:,}")
-
+        _require_size(self.idx, size, expected)
         index = np.memmap(self.idx, np.uint8, "r")
         pointers_at = HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
@@ -133,31 +133,26 @@ class Shard:
         self.document_starts = index[documents_at:].view("<i8")
 
     def _map_tokens(self) -> None:
-        present = [path.stat().st_size for path in self.bins]
+        sizes = [path.stat().st_size for path in self.bins]
         expected = 0
         if len(self):
             expected = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-        if sum(present) != expected:
-            problem = "truncated" if sum(present) < expected else "too long"
-            raise UserError(
-                f"{self.bins[0]}: {problem}: {sum(present):,} bytes in {len(self.bins)} file(s), "
-                f"but {self.idx.name} describes {expected:,}; fetch or write it anew"
-            )
-        for path, size in zip(self.bins, present, strict=True):
+        _require_size(self.bins[0], sum(sizes), expected)
+        arrays = []
+        for path, size in zip(self.bins, sizes, strict=True):
             if size % self.dtype.itemsize:
                 raise UserError(f"{path}: ends inside a token; join the pieces with cat")
-        little_endian = self.dtype.newbyteorder("<")
-        self.stream = TokenStream(
-            [
-                np.memmap(path, little_endian, "r")
-                for path, size in zip(self.bins, present, strict=True)
-                if size
-            ]
-        )
+            if size:
+                arrays.append(np.memmap(path, self.dtype, "r"))
+        self.stream = TokenStream(arrays)
 
-    @cached_property
-    def documents(self) -> int:
-        return max(len(self.document_starts) - 1, 0)
+
+def _require_size(path: Path, size: int, expected: int) -> None:
+    if size != expected:
+        problem = "truncated" if size < expected else "too long"
+        raise UserError(
+            f"{path}: {problem}: {size:,} bytes in place of {expected:,}; fetch or write it anew"
+        )
 
 
 def find_shards(path: str | Path) -> list[Shard]:
@@ -169,6 +164,64 @@ def find_shards(path: str | Path) -> list[Shard]:
     if not indices:
         raise UserError(f"{path}: no token shards (.bin and .idx) in this folder")
     return [Shard(index) for index in indices]
+
+
+# ---------------------------------------------------------------- folders with a manifest
+
+
+def manifest_text(manifest: dict[str, Any]) -> str:
+    """With a checksum of itself, so that a flipped byte in the manifest shows as well."""
+    body = json.dumps(manifest, indent=1)
+    return json.dumps({**manifest, "checksum": hashlib.sha256(body.encode()).hexdigest()}, indent=1)
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """The manifest of a folder of shards, checked against its own checksum."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; make the folder with spiralformer data")
+    text = read_text(path)
+    try:
+        manifest = json.loads(text)
+        manifest.pop("checksum")
+        intact = manifest_text(manifest) == text
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path}: damaged (its checksum does not hold); prepare the data anew")
+    return manifest
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": sha256}
+
+
+def verify(path: str | Path) -> list[Path]:
+    """Checks every file of a prepared folder against the manifest; shards that have no manifest are
+    checked for consistency only. Returns the files, or raises at the first fault."""
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        shards = find_shards(folder)
+        files = [file for shard in shards for file in (*shard.bins, shard.idx)]
+    else:
+        manifest = read_manifest(folder)
+        for name, expected in manifest["files"].items():
+            file = folder / name
+            if not file.is_file():
+                raise UserError(f"{file}: missing; prepare the data anew")
+            if file_record(file) != expected:
+                raise UserError(f"{file}: damaged (its checksum differs); prepare the data anew")
+        described = [shard for split in manifest["splits"].values() for shard in split["shards"]]
+        shards = [Shard(folder / shard["name"]) for shard in described]
+        files = [folder / name for name in manifest["files"]]
+    for shard in shards:
+        shard.check()
+    return files
+
+
+# ---------------------------------------------------------------- writing shards
 
 
 def write_index(path: Path, sizes: np.ndarray, dtype: np.dtype) -> None:
@@ -184,78 +237,50 @@ def write_index(path: Path, sizes: np.ndarray, dtype: np.dtype) -> None:
         os.fsync(file.fileno())
 
 
-class ShardWriter:
-    """Writes the shards of one split, `train-00000` and so on, in a way that can be taken up again:
-    tokens and sizes are appended to two files, and `state` says how much of them counts. When all
-    is written, `finish_shards` makes the indices."""
+def append_documents(
+    folder: Path,
+    split: str,
+    shards: list[dict[str, Any]],
+    documents: list[np.ndarray],
+    text_bytes: int,
+) -> None:
+    """Puts tokenized documents behind those that `shards` describes, the caller's record of how
+    much of each file counts: a run that was stopped at any time is taken up from its record. Until
+    `finish_shards` makes the index, the sizes of the documents are in a file of their own."""
+    if not documents:
+        return
+    if not shards or shards[-1]["tokens"] >= SHARD_TOKENS:
+        name = f"{split}-{len(shards):05}"
+        shards.append({"name": name, "documents": 0, "tokens": 0, "bytes": 0})
+    shard = shards[-1]
+    tokens = np.concatenate(documents)
+    sizes = np.array([len(document) for document in documents], "<i4")
+    path = folder / shard["name"]
+    _write_from(path.with_suffix(".bin"), shard["tokens"], tokens)
+    _write_from(path.with_suffix(".sizes"), shard["documents"], sizes)
+    shard["documents"] += len(sizes)
+    shard["tokens"] += len(tokens)
+    shard["bytes"] += text_bytes
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        dtype: np.dtype,
-        shard_tokens: int,
-        state: list[dict[str, Any]] | None = None,
-    ):
-        self.folder, self.split, self.dtype = folder, split, dtype
-        self.shard_tokens = shard_tokens
-        self.state = [] if state is None else state  # the caller's list, kept up to date
-        self._open_files: list[Any] = []
-        for shard in self.state:
-            self._cut_back(f"{shard['name']}.bin", shard["tokens"] * dtype.itemsize)
-            self._cut_back(f"{shard['name']}.sizes", shard["documents"] * 4)
-        if self.state:
-            self._open(self.state[-1]["name"], "ab")
 
-    def append(self, tokens: np.ndarray, sizes: np.ndarray, text_bytes: int) -> None:
-        """Whole documents: their tokens, the number of tokens of each, and their bytes of text."""
-        if not len(sizes):
-            return
-        if not self.state or self.state[-1]["tokens"] >= self.shard_tokens:
-            name = f"{self.split}-{len(self.state):05}"
-            self.commit()
-            self._open(name, "wb")
-            self.state.append({"name": name, "documents": 0, "tokens": 0, "bytes": 0})
-        for file, array in zip(self._open_files, (tokens, sizes), strict=True):
-            file.write(array.tobytes())
-        self.state[-1]["documents"] += len(sizes)
-        self.state[-1]["tokens"] += len(tokens)
-        self.state[-1]["bytes"] += text_bytes
-
-    def commit(self) -> None:
-        """All that was appended is on disk."""
-        for file in self._open_files:
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        for file in self._open_files:
-            file.close()
-        self._open_files = []
-
-    def _cut_back(self, name: str, size: int) -> None:
-        """Drops what an interrupted run wrote after its last commit."""
-        path = self.folder / name
-        present = path.stat().st_size if path.exists() else 0
-        if present < size:
+def _write_from(path: Path, count: int, array: np.ndarray) -> None:
+    """Puts an array behind the first `count` numbers of a file, in place of what follows them."""
+    start = count * array.itemsize
+    with open(path, "ab") as file:
+        if file.tell() < start:
             raise UserError(
-                f"{path}: {present:,} bytes in place of {size:,}: the unfinished run cannot be "
-                f"taken up again; remove {self.folder} and start anew"
+                f"{path}: {file.tell():,} bytes in place of {start:,}: the unfinished run cannot "
+                f"be taken up again; remove {path.parent} and start anew"
             )
-        os.truncate(path, size)
-
-    def _open(self, name: str, mode: str) -> None:
-        self.close()
-        self._open_files = [
-            open(self.folder / f"{name}{suffix}", mode)  # noqa: SIM115
-            for suffix in (".bin", ".sizes")
-        ]
+        file.truncate(start)
+        file.write(array.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def finish_shards(folder: Path, dtype: np.dtype, state: list[dict[str, Any]]) -> Iterator[Path]:
-    """Writes the index of each shard of a `ShardWriter`; yields the files of the shards."""
-    for shard in state:
-        sizes = np.fromfile(folder / f"{shard['name']}.sizes", "<i4")
-        index = folder / f"{shard['name']}.idx"
-        write_index(index, sizes, dtype)
-        yield from (folder / f"{shard['name']}.bin", index)
+def finish_shards(folder: Path, dtype: np.dtype, shards: list[dict[str, Any]]) -> Iterator[Path]:
+    """Writes the index of each shard; yields the files of the shards."""
+    for shard in shards:
+        tokens, index = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".idx"))
+        write_index(index, np.fromfile(index.with_suffix(".sizes"), "<i4"), dtype)
+        yield from (tokens, index)

@@ -14,9 +14,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spiralformer.errors import UserError
+from spiralformer.files import read_json, write_text
 
 EOT = "<|endoftext|>"
-_KNOWN_EOTS = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
+KNOWN_EOTS = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
 _LARGEST_UINT16_VOCAB = 65_500  # Megatron's limit, which leaves room for tokens added later
 
 
@@ -64,13 +65,15 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Without an end-of-text token."""
-        return self.encode_batch([text])[0].tolist()
+        return self.tokens(text).tolist()
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    def tokens(self, text: str) -> np.ndarray:
+        """The same as shards hold it. Several threads can do this at once."""
         if self._is_bytes:
-            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
+        # `encode` would keep Python's lock, and a batch of many texts would take all cores.
+        [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         """End-of-text tokens are left out."""
@@ -94,9 +97,8 @@ class TextTokenizer:
         }
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            (folder / name).write_text(content, encoding="utf-8")
+            write_text(folder / name, content)
 
 
 def load_tokenizer(path: str | Path, eot: str | None = None) -> TextTokenizer:
@@ -115,10 +117,10 @@ def load_tokenizer(path: str | Path, eot: str | None = None) -> TextTokenizer:
 
 def _from_transformers(path: Path) -> Tokenizer:
     """What has no `tokenizer.json` here: an older folder, which is converted, or a hub name."""
-    from transformers import AutoTokenizer
-
     if not path.is_dir() and (len(path.parts) > 2 or path.suffix == ".json"):
         raise UserError(f"{path}: no such tokenizer; give a tokenizer.json or a folder with one")
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:
@@ -135,16 +137,16 @@ def _end_of_text(backend: Tokenizer, path: Path, eot: str | None) -> str:
         if backend.token_to_id(eot) is None:
             raise UserError(f"{path}: no token {eot!r} for the end of text (--eot-token)")
         return eot
-    candidates = list(_KNOWN_EOTS)
+    candidates = list(KNOWN_EOTS)
     config = path / "tokenizer_config.json"
     if config.is_file():
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        named = read_json(config).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
         candidates = [named, *candidates] if named else candidates
     for token in candidates:
         if backend.token_to_id(token) is not None:
             return token
-    raise UserError(f"{path}: none of {', '.join(_KNOWN_EOTS)} in it; name one with --eot-token")
+    raise UserError(f"{path}: none of {', '.join(KNOWN_EOTS)} in it; name one with --eot-token")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:

@@ -2,17 +2,21 @@
 
 from spiralformer.decode.algorithm import extend, prefill, step
 from spiralformer.decode.generate import GREEDY, RequestError, Sampling, generate, stream
+from spiralformer.decode.runner import EAGER, Runner, runner_for
 from spiralformer.decode.state import DecodeState, StateError
 
 __all__ = [
+    "EAGER",
     "GREEDY",
     "DecodeState",
     "RequestError",
+    "Runner",
     "Sampling",
     "StateError",
     "extend",
     "generate",
     "prefill",
+    "runner_for",
     "step",
     "stream",
 ]

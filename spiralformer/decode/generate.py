@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spiralformer.decode.algorithm import EAGER, Runner, extend, step
+from spiralformer.decode.algorithm import extend, step
+from spiralformer.decode.runner import Runner, RunnerName, runner_for
 from spiralformer.decode.state import DecodeState
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
@@ -99,17 +100,19 @@ def stream(
     sampling: Sampling = GREEDY,
     stop_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
-    runner: Runner = EAGER,
+    runner: Runner | RunnerName = "auto",
 ) -> Iterator[tuple[int, int]]:
     """Yields (row, token) as the tokens are found.
 
     A row ends after a token of `stop_ids`, when `stop(its new tokens)` is true, after
     `max_new_tokens`, or when the model's longest sequence is full; ended rows cost nothing more.
-    `runner` may be a compiled one.
+    `runner` is what runs the stacks (see `runner_for`).
     """
     rows = check_prompts(model, prompts, max_new_tokens, sampling)
     device = model.embedding.weight.device
     longest = max(len(row.prompt) for row in rows)
+    room = min(longest + max_new_tokens, model.config.max_length)
+    runner = runner_for(model, runner, rows=len(rows), tokens=max_new_tokens, capacity=room)
     capacity = max(min(longest + max_new_tokens, 2 * longest + 256), runner.capacity)
     state = DecodeState.empty(model, len(rows), capacity)
     lengths = [len(row.prompt) for row in rows]
@@ -143,10 +146,10 @@ def generate(
     model: SpiralFormer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options
 ) -> list[list[int]]:
     """The new tokens of each prompt. Options as for `stream`."""
-    found: list[list[int]] = [[] for _ in prompts]
+    new: list[list[int]] = [[] for _ in prompts]
     for row, token in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
-        found[row].append(token)
-    return found
+        new[row].append(token)
+    return new
 
 
 def check_prompts(

@@ -1,6 +1,7 @@
-// A decode step on a CPU, bound by reading the weights once. Float32 sums, whatever the weights' type.
+// Linear layers and stacks of GPT-NeoX blocks for a few rows, bound by reading the weights once.
+// Float32 sums, whatever the weights' type.
 //
-// Shapes: P rows (of one or more groups), D width, H heads, K head size, C capacity, M memory slots.
+// Shapes: P rows (of one or more groups), D width, H heads, K head size, C capacity.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/vec.h>
@@ -262,9 +263,9 @@ static at::Tensor as_rows(const at::Tensor& x) {
   return x.reshape({-1, x.size(-1)}).to(at::kFloat).contiguous();
 }
 
-at::Tensor few_rows(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK(x.scalar_type() == w.scalar_type(), "few_rows: x and weight differ in dtype");
-  TORCH_CHECK(x.size(-1) == w.size(1), "few_rows: x and weight differ in width");
+at::Tensor skinny_linear(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK(x.scalar_type() == w.scalar_type(), "skinny_linear: x and weight differ in dtype");
+  TORCH_CHECK(x.size(-1) == w.size(1), "skinny_linear: x and weight differ in width");
   const at::Tensor from = as_rows(x);
   const int64_t rows = from.size(0);
   auto shape = x.sizes().vec();
@@ -367,361 +368,116 @@ struct Layer {
   Linear<T> qkv, out, up, down;
 };
 
-// One token of every row, h (P, D), through GPT-NeoX blocks, in place.
-template <typename T>
-static void run_stack(
-    const std::vector<Layer<T>>& layers, float* h, const std::vector<Place<T>>& places,
-    const at::Tensor& frequencies, int64_t H, bool parallel) {
-  const int64_t P = places.size();
-  if (layers.empty() || !P) return;
-  const int64_t D = layers[0].qkv.K, wide = layers[0].up.N;
-  const float* angle = frequencies.const_data_ptr<float>();
-  std::vector<float> rope;  // of each row, cosines, then sines
-  for (const Place<T>& place : places)
-    for (auto turn : {+[](float a) { return std::cos(a); }, +[](float a) { return std::sin(a); }})
-      for (int64_t i = 0; i < frequencies.numel(); i++)
-        rope.push_back(turn(float(place.position) * angle[i]));
-  std::vector<float> buffer(P * (4 * D + wide));
-  float* qkv = buffer.data();
-  float* found = qkv + 3 * P * D;
-  float* up = found + P * D;
-  together(layers[0].up.N * D, [&](const Team& team) {
-    std::vector<float> normed(P * D), mine(P * std::max(D, wide));
-    auto arranged = [&](const float* from, int64_t width) {
-      return arrange<T>(from, P, width, mine.data());
-    };
-    for (size_t i = 0; i < layers.size(); i++) {
-      const Layer<T>& layer = layers[i];
-      const Linear<T> after = i + 1 < layers.size() ? layers[i + 1].qkv : Linear<T>();
-      auto mlp_up = [&](const Linear<T>& next) {
-        layer.mlp_norm(h, normed.data(), P, D);
-        product<T>(arranged(normed.data(), D), P, layer.up, up, false, next, team);
-        const auto [from, to] = team.share(wide);
-        for (int64_t p = 0; p < P; p++) gelu(up + p * wide + from, to - from);
-      };
-      layer.attention_norm(h, normed.data(), P, D);
-      const Linear<T>& second = parallel ? layer.up : layer.out;
-      product<T>(arranged(normed.data(), D), P, layer.qkv, qkv, false, second, team);
-      if (parallel) mlp_up(layer.out);
-      team.wait();
-      attend<T>(qkv, rope, places, i, H, D / H, found, team);
-      team.wait();
-      const Linear<T>& third = parallel ? layer.down : layer.up;
-      product<T>(arranged(found, D), P, layer.out, h, true, third, team);
-      if (!parallel) {
-        team.wait();
-        mlp_up(layer.down);
-        team.wait();
-      }
-      product<T>(arranged(up, wide), P, layer.down, h, true, after, team);
-      team.wait();
-    }
-  });
-}
-
-// ---------------------------------------------------------------------------- around the core
-
-using Rows = std::vector<float>;  // P D
-
-// The geometry of an iteration, as in the configuration, and which stack is its core.
-struct Iteration {
-  int64_t chunk, offset, shift, core;
-
-  int64_t chunks(int64_t length) const { return (length + offset) / chunk; }
-  int64_t chunk_of(int64_t position) const { return (position + offset) / chunk; }
-  int64_t phase_of(int64_t position) const { return (position + offset) % chunk; }
-  bool ends(int64_t position) const { return phase_of(position) == chunk - 1; }
-  bool lags() const { return shift >= chunk; }
-};
-
-template <typename T>
-static T* data(const at::Tensor& t) {
-  TORCH_CHECK(t.is_contiguous(), "spiralformer: a state must be contiguous");
-  return t.numel() ? t.mutable_data_ptr<T>() : nullptr;
-}
-
-// What is remembered of an iteration beside its keys and values, as it lies in memory.
-template <typename T>
-struct Part {
-  float *total, *peak, *weight;  // the unfinished chunk; no peak, no weight with mean pooling
-  T *latents, *allocations, *recent;  // B W D, B W G, B R D
-  int64_t W, R;
-
-  explicit Part(const std::vector<at::Tensor>& t, size_t i)
-      : total(data<float>(t[i])),
-        peak(data<float>(t[i + 1])),
-        weight(data<float>(t[i + 2])),
-        latents(data<T>(t[i + 3])),
-        allocations(data<T>(t[i + 4])),
-        recent(data<T>(t[i + 5])),
-        W(t[i + 3].size(1)),
-        R(t[i + 5].size(1)) {}
-};
-
-// The oldest of `count` entries of n numbers leaves; returns the place of the newest.
-template <typename T>
-static T* push(T* entries, int64_t count, int64_t n) {
-  std::copy(entries + n, entries + count * n, entries);
-  return entries + (count - 1) * n;
-}
-
-// The state x (D) of row p joins its unfinished chunk: a step of the online softmax, or of the sum
-// where nothing is scored.
-template <typename T>
-static void join(const Part<T>& part, const Linear<T>& scorer, int64_t p, const float* x, int64_t D) {
-  float* total = part.total + p * D;
-  if (!scorer.w) return add(total, 1.f, x, D);
-  const float score = dot(x, scorer.w, D), peak = std::max(part.peak[p], score);
-  const float fade = std::exp(part.peak[p] - peak), share = std::exp(score - peak);
-  for (int64_t i = 0; i < D; i++) total[i] *= fade;
-  add(total, share, x, D);
-  part.weight[p] = part.weight[p] * fade + share;
-  part.peak[p] = peak;
-}
-
-// The latent of the finished chunk of row p goes to z (D), and a new chunk starts.
-template <typename T>
-static void finish(const Part<T>& part, int64_t chunk, int64_t p, float* z, int64_t D, float floor) {
-  float* total = part.total + p * D;
-  const float over = part.weight ? part.weight[p] : float(chunk);
-  for (int64_t i = 0; i < D; i++) z[i] = total[i] / over;
-  std::fill_n(total, D, 0.f);
-  if (part.weight) {
-    part.weight[p] = 0;
-    part.peak[p] = floor;
-  }
-}
-
-// The newest latent z (D) of row p enters its ring; how it is spread over its chunk, λ·β, is what
-// the router says, or the same everywhere.
-template <typename T>
-static void hold(
-    const Part<T>& part, const Linear<T>& router, int64_t chunk, int64_t p, const float* z, int64_t D) {
-  const int64_t W = part.W;
-  std::copy_n(z, D, push(part.latents + p * W * D, W, D));
-  T* spread = push(part.allocations + p * W * chunk, W, chunk);
-  if (!router.w) return void(std::fill_n(spread, chunk, T(1 / std::sqrt(float(chunk)))));
-  Rows share(chunk);
-  for (int64_t g = 0; g < chunk; g++)
-    share[g] = dot(z, router.w + g * D, D) + float(router.bias[g]);
-  softmax(share.data(), chunk);
-  for (int64_t g = 0; g < chunk; g++) spread[g] = T(share[g] * std::sqrt(float(chunk)));
-}
-
-// The update of token `position` of row p to u (D): the latent of chunk π(i-s) by its allocation.
-// The ring ends before chunk `end`.
-template <typename T>
-static void read(
-    const Part<T>& part, const Iteration& it, int64_t p, int64_t position, int64_t end, float* u,
-    int64_t D) {
-  const int64_t token = position - it.shift;
-  const int64_t at = token < 0 ? -1 : it.chunk_of(token) - end + part.W;
-  if (at < 0) return void(std::fill_n(u, D, 0.f));
-  TORCH_CHECK(at < part.W, "spiralformer: no latent ", at, " of ", part.W);
-  const T* latent = part.latents + (p * part.W + at) * D;
-  const float share = part.allocations[(p * part.W + at) * it.chunk + it.phase_of(token)];
-  for (int64_t i = 0; i < D; i++) u[i] = float(latent[i]) * share;
-}
-
-// How updates enter the state (model/topology.py): `update` replaces h.
-template <typename T>
-struct Topology {
-  bool anchored;  // else the update is the next state
-  std::vector<Linear<T>> routers;  // if there are any, MeSH
-  const Rows& x;
-  std::vector<Rows> updates, writes;
-
-  void update(Rows& h, Rows u) {
-    if (routers.empty()) {
-      if (anchored && !updates.empty()) add(u.data(), 1.f, updates[0].data(), u.size());
-      if (anchored && updates.empty()) updates.push_back(u);
-      h = std::move(u);
-      return;
-    }
-    const Linear<T>& router = routers[updates.size()];
-    const int64_t D = router.K, P = h.size() / D, M = router.N / 2;
-    updates.push_back(std::move(u));
-    writes.emplace_back(P * M);
-    Rows logits(2 * M);
-    const float* write = logits.data();
-    const float* read = write + M;
-    for (int64_t p = 0; p < P; p++) {
-      float* y = h.data() + p * D;
-      for (int64_t i = 0; i < 2 * M; i++)
-        logits[i] = dot(y, router.w + i * D, D) + float(router.bias[i]);
-      softmax(logits.data(), M);
-      softmax(logits.data() + M, M);
-      std::copy_n(write, M, writes.back().data() + p * M);
-      std::fill_n(y, D, 0.f);
-      add(y, read[0], x.data() + p * D, D);
-      for (size_t k = 0; k < updates.size(); k++)
-        add(y, dot(writes[k].data() + p * M, read, M), updates[k].data() + p * D, D);
-    }
-  }
-};
-
-// ---------------------------------------------------------------------------- a whole token
-
-using Weights = c10::List<std::optional<at::Tensor>>;  // weight and bias of each layer, in turn
-
-template <typename T>
-static Linear<T> linear(const Weights& weights, size_t i) {
-  const std::optional<at::Tensor> w = weights.get(2 * i);
-  return w ? Linear<T>(*w, weights.get(2 * i + 1)) : Linear<T>();
-}
-
-// A model, ready to be run one token at a time.
-struct Decoder : torch::CustomClassHolder {
-  at::Tensor embedding, frequencies;
-  double scale, eps, floor;
+// A stack, ready to be run: weights of attention_norm, qkv, out, mlp_norm, up and down of each layer.
+struct Stack : torch::CustomClassHolder {
+  c10::List<std::optional<at::Tensor>> weights;  // weight and bias of each, kept alive
+  at::Tensor frequencies;
   int64_t heads;
-  bool parallel, anchored;
-  std::vector<int64_t> layers, geometry;
-  Weights blocks, routers, scorers, spreads, norm;
+  bool parallel;
+  std::vector<Layer<float>> floats;
+  std::vector<Layer<at::BFloat16>> halves;
 
-  // `blocks` has those of attention_norm, qkv, out, mlp_norm, up and down of each layer; stack i has
-  // layers[i] of them, f_pre first and f_post last. `geometry` has four numbers an iteration.
-  Decoder(
-      at::Tensor embedding, double scale, at::Tensor frequencies, int64_t heads, double eps,
-      bool parallel, bool anchored, double floor, std::vector<int64_t> layers,
-      std::vector<int64_t> geometry, Weights blocks, Weights routers, Weights scorers,
-      Weights spreads, Weights norm)
-      : embedding(embedding), frequencies(frequencies), scale(scale), eps(eps), floor(floor),
-        heads(heads), parallel(parallel), anchored(anchored), layers(layers), geometry(geometry),
-        blocks(blocks), routers(routers), scorers(scorers), spreads(spreads), norm(norm) {}
-
-  // Advances every row of a state by one token; returns the output states (B, D). `keys` and `values`
-  // are of f_pre, each iteration and f_post; `parts` has six tensors an iteration.
-  at::Tensor token(
-      const at::Tensor& ids, const std::vector<at::Tensor>& keys,
-      const std::vector<at::Tensor>& values, const std::vector<at::Tensor>& parts,
-      const std::vector<int64_t>& lengths) const {
-    TORCH_CHECK(
-        ids.numel() == int64_t(lengths.size()) && keys.size() == geometry.size() / 4 + 2 &&
-            values.size() == keys.size() && parts.size() == geometry.size() / 4 * 6,
-        "spiralformer: a state of another model");
-    const at::Tensor tokens = ids.to(at::kLong).contiguous();
-    return BY_TYPE(embedding, [&] { return run<T>(tokens, keys, values, parts, lengths); });
+  Stack(
+      c10::List<std::optional<at::Tensor>> all, at::Tensor frequencies, int64_t heads, double eps,
+      bool parallel)
+      : weights(all), frequencies(frequencies), heads(heads), parallel(parallel) {
+    BY_TYPE(all.get(0).value(), [&] {
+      auto norm = [&](size_t i) { return Norm<T>(all.get(i).value(), all.get(i + 1), eps); };
+      auto linear = [&](size_t i) { return Linear<T>(all.get(i).value(), all.get(i + 1)); };
+      for (size_t i = 0; i < all.size(); i += 12)
+        layers<T>().push_back(
+            {norm(i), norm(i + 6), linear(i + 2), linear(i + 4), linear(i + 8), linear(i + 10)});
+    });
   }
 
   template <typename T>
-  std::vector<std::vector<Layer<T>>> stacks() const {
-    auto norm_at = [&](size_t i) {
-      return Norm<T>(blocks.get(2 * i).value(), blocks.get(2 * i + 1), eps);
-    };
-    std::vector<std::vector<Layer<T>>> found;
-    size_t at = 0;
-    for (int64_t count : layers) {
-      found.emplace_back();
-      for (; count--; at += 6)
-        found.back().push_back(
-            {norm_at(at), norm_at(at + 3), linear<T>(blocks, at + 1), linear<T>(blocks, at + 2),
-             linear<T>(blocks, at + 4), linear<T>(blocks, at + 5)});
-    }
-    return found;
+  std::vector<Layer<T>>& layers() {
+    if constexpr (std::is_same_v<T, float>) return floats;
+    else return halves;
   }
 
-  template <typename T>
+  // One token of each row, x (P, D): its keys and values go to place `positions` of row `rows` of
+  // the cache (N, B, H, C, K) that has this part of the rows, `sizes` in turn.
   at::Tensor run(
-      const at::Tensor& ids, const std::vector<at::Tensor>& keys,
-      const std::vector<at::Tensor>& values, const std::vector<at::Tensor>& parts,
-      const std::vector<int64_t>& lengths) const {
-    const int64_t B = lengths.size(), D = embedding.size(1), V = embedding.size(0);
-    const auto all = stacks<T>();
-    std::vector<Place<T>> places;
-    auto place = [&](size_t cache, int64_t row, int64_t position) {
-      const at::Tensor &k = keys[cache], &v = values[cache];
-      TORCH_CHECK(
-          k.is_contiguous() && v.is_contiguous() && row < k.size(1) && position < k.size(3),
-          "spiralformer: entry ", position, " of row ", row, " is outside its cache");
-      const int64_t offset = row * k.stride(1);
-      places.push_back(
-          {k.mutable_data_ptr<T>() + offset, v.mutable_data_ptr<T>() + offset, position, k.size(3),
-           k.stride(0)});
-    };
-    auto through = [&](size_t stack, size_t cache, Rows& h) {  // all rows at full resolution
-      places.clear();
-      if (!all[stack].empty())
-        for (int64_t p = 0; p < B; p++) place(cache, p, lengths[p]);
-      run_stack<T>(all[stack], h.data(), places, frequencies, heads, parallel);
-    };
-
-    Rows x(B * D);
-    for (int64_t p = 0; p < B; p++) {
-      const int64_t id = ids.const_data_ptr<int64_t>()[p];
-      TORCH_CHECK_INDEX(0 <= id && id < V, "token ", id, " is outside 0…", V - 1);
-      add(x.data() + p * D, float(scale), embedding.const_data_ptr<T>() + id * D, D);
-    }
-    Rows h = x, v = x;
-    through(0, 0, v);
-    Topology<T> topology{anchored, {}, x, {}, {}};
-    for (size_t i = 0; 2 * i < routers.size(); i++)
-      topology.routers.push_back(linear<T>(routers, i));
-    topology.update(h, std::move(v));
-
-    std::vector<Iteration> its;
-    for (size_t i = 0; i < geometry.size(); i += 4)
-      its.push_back({geometry[i], geometry[i + 1], geometry[i + 2], geometry[i + 3]});
-    for (size_t first = 0, last; first < its.size(); first = last) {
-      // where an iteration lags, none waits for its pass: all that are due go through the core at once
-      for (last = first + 1; last < its.size(); last++)
-        if (!its[last - 1].lags() || its[last].core != its[first].core) break;
-      Rows due;  // of each iteration, of each row whose chunk ends
-      places.clear();
-      auto enter = [&](size_t t, const Part<T>& part, const float* found) {
-        Rows u(B * D);
-        for (int64_t p = 0; p < B; p++) {
-          if (its[t].chunk == 1 && !its[t].shift)
-            std::copy_n(found + p * D, D, u.data() + p * D);
-          else
-            read(part, its[t], p, lengths[p], its[t].chunks(lengths[p] + !its[t].lags()),
-                 u.data() + p * D, D);
+      const at::Tensor& x, const std::vector<at::Tensor>& keys, const std::vector<at::Tensor>& values,
+      const std::vector<int64_t>& sizes, const std::vector<int64_t>& rows,
+      const std::vector<int64_t>& positions) {
+    const at::Tensor from = as_rows(x);
+    at::Tensor h = from.is_alias_of(x) ? from.clone() : from;  // x stays as it is
+    BY_TYPE(weights.get(0).value(), [&] {
+      std::vector<Place<T>> places;
+      for (size_t group = 0, p = 0; group < sizes.size(); group++)
+        for (int64_t i = 0; i < sizes[group]; i++, p++) {
+          const at::Tensor &k = keys[group], &v = values[group];
+          TORCH_CHECK(
+              k.is_contiguous() && v.is_contiguous() && rows.at(p) < k.size(1) &&
+                  positions.at(p) < k.size(3),
+              "spiralformer: entry ", positions[p], " of row ", rows[p], " is outside its cache");
+          const int64_t offset = rows[p] * k.stride(1);
+          places.push_back(
+              {k.mutable_data_ptr<T>() + offset, v.mutable_data_ptr<T>() + offset, positions[p],
+               k.size(3), k.stride(0)});
         }
-        topology.update(h, std::move(u));
+      TORCH_CHECK(int64_t(places.size()) == h.size(0), "spiralformer: rows and places differ");
+      through<T>(h.mutable_data_ptr<float>(), places);
+    });
+    return h.to(x.scalar_type()).view(x.sizes());
+  }
+
+  template <typename T>
+  void through(float* h, const std::vector<Place<T>>& places) {
+    const auto& all = layers<T>();
+    const int64_t P = places.size(), D = all[0].qkv.K, wide = all[0].up.N, H = heads;
+    const float* angle = frequencies.const_data_ptr<float>();
+    std::vector<float> rope;  // of each row, cosines, then sines
+    for (const Place<T>& place : places)
+      for (auto turn : {+[](float a) { return std::cos(a); }, +[](float a) { return std::sin(a); }})
+        for (int64_t i = 0; i < frequencies.numel(); i++)
+          rope.push_back(turn(float(place.position) * angle[i]));
+    std::vector<float> buffer(P * (4 * D + wide));
+    float* qkv = buffer.data();
+    float* attended = qkv + 3 * P * D;
+    float* up = attended + P * D;
+    together(wide * D, [&](const Team& team) {
+      std::vector<float> normed(P * D), mine(P * std::max(D, wide));
+      auto arranged = [&](const float* from, int64_t width) {
+        return arrange<T>(from, P, width, mine.data());
       };
-      for (size_t t = first; t < last; t++) {
-        const Iteration& it = its[t];
-        const Part<T> part(parts, 6 * t);
-        const Linear<T> scorer = linear<T>(scorers, t);
-        for (int64_t p = 0; p < B; p++) {
-          const float* state = h.data() + p * D;
-          if (part.R) std::copy_n(state, D, push(part.recent + p * part.R * D, part.R, D));
-          if (it.chunk > 1) join(part, scorer, p, state, D);
-          if (!it.ends(lengths[p])) continue;
-          place(t + 1, p, it.chunks(lengths[p]));
-          due.insert(due.end(), state, state + D);
-          if (it.chunk > 1) finish(part, it.chunk, p, due.data() + due.size() - D, D, floor);
+      for (size_t i = 0; i < all.size(); i++) {
+        const Layer<T>& layer = all[i];
+        const Linear<T> after = i + 1 < all.size() ? all[i + 1].qkv : Linear<T>();
+        auto mlp_up = [&](const Linear<T>& next) {
+          layer.mlp_norm(h, normed.data(), P, D);
+          product<T>(arranged(normed.data(), D), P, layer.up, up, false, next, team);
+          const auto [from, to] = team.share(wide);
+          for (int64_t p = 0; p < P; p++) gelu(up + p * wide + from, to - from);
+        };
+        layer.attention_norm(h, normed.data(), P, D);
+        const Linear<T>& second = parallel ? layer.up : layer.out;
+        product<T>(arranged(normed.data(), D), P, layer.qkv, qkv, false, second, team);
+        if (parallel) mlp_up(layer.out);
+        team.wait();
+        attend<T>(qkv, rope, places, i, H, D / H, attended, team);
+        team.wait();
+        const Linear<T>& third = parallel ? layer.down : layer.up;
+        product<T>(arranged(attended, D), P, layer.out, h, true, third, team);
+        if (!parallel) {
+          team.wait();
+          mlp_up(layer.down);
+          team.wait();
         }
-        if (it.lags()) enter(t, part, nullptr);
+        product<T>(arranged(up, wide), P, layer.down, h, true, after, team);
+        team.wait();
       }
-      run_stack<T>(all[1 + its[first].core], due.data(), places, frequencies, heads, parallel);
-      const float* found = due.data();
-      for (size_t t = first; t < last; t++) {
-        const Part<T> part(parts, 6 * t);
-        const Linear<T> router = linear<T>(spreads, t);
-        const float* mine = found;
-        for (int64_t p = 0; p < B; p++) {
-          if (!its[t].ends(lengths[p])) continue;
-          if (part.W) hold(part, router, its[t].chunk, p, found, D);
-          found += D;
-        }
-        if (!its[t].lags()) enter(t, part, mine);
-      }
-    }
-    through(all.size() - 1, keys.size() - 1, h);
-    Norm<T>(norm.get(0).value(), norm.get(1), eps)(h.data(), h.data(), B, D);
-    at::Tensor out = at::empty({B, D}, embedding.options());
-    std::copy_n(h.data(), B * D, out.mutable_data_ptr<T>());
-    return out;
+    });
   }
 };
 
 TORCH_LIBRARY(spiralformer, m) {
-  m.def("few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.class_<Decoder>("Decoder")
+  m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.class_<Stack>("Stack")
       .def(torch::init<
-           at::Tensor, double, at::Tensor, int64_t, double, bool, bool, double,
-           std::vector<int64_t>, std::vector<int64_t>, Weights, Weights, Weights, Weights, Weights>())
-      .def("token", &Decoder::token);
+           c10::List<std::optional<at::Tensor>>, at::Tensor, int64_t, double, bool>())
+      .def("run", &Stack::run);
 }
-TORCH_LIBRARY_IMPL(spiralformer, CPU, m) { m.impl("few_rows", few_rows); }
+TORCH_LIBRARY_IMPL(spiralformer, CPU, m) { m.impl("skinny_linear", skinny_linear); }

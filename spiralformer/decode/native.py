@@ -1,58 +1,133 @@
-"""The decode step in C++, for CPUs.
+"""Stacks and the head of a decode step in C++, for CPUs.
 
 A step reads every weight once and does almost nothing with it. The general matrix product of a CPU
-reads weights at half the speed of the memory, a second row costs it a second reading, and a hundred
-small operators wait for Python; native.cpp, built once per machine, reads them at nearly full speed
-for one to four rows alike and does a whole token in one call.
+reads weights at half the speed of the memory, and a second row costs it a second reading;
+native.cpp reads them at nearly full speed for one to four rows alike, a whole stack in one call.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
-import sys
-from collections.abc import Iterable, Iterator
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spiralformer.decode.algorithm import Runner
-from spiralformer.decode.state import FLOOR, DecodeState
+from spiralformer.config import SpiralConfig
+from spiralformer.console import say
+from spiralformer.decode.runner import Runner
+from spiralformer.decode.state import CacheWrite
+from spiralformer.errors import UserError
+from spiralformer.files import cache_folder, digest, locked, replacing
 from spiralformer.model import SpiralFormer
 from spiralformer.model.blocks import Stack, frequencies
-from spiralformer.model.topology import MeSH
 
+SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 MOST_ROWS = 16  # above these, the general matrix product does better
+PATIENCE = 300.0  # seconds for a build, our own or another process's
+
+
+# ---------------------------------------------------------------------------- the library
 
 
 @functools.cache
-def build() -> str | None:
-    """Builds the operators, or loads what an earlier process built. Returns why it cannot."""
+def command() -> list[str] | None:
+    """The compiler's call without the files, or None where there is no compiler or no source."""
     from torch.utils import cpp_extension
 
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None or not SOURCE.is_file():
+        return None
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), before))  # for ninja
-    try:
-        cpp_extension.load(
-            f"spiralformer_native_{capability.lower()}",
-            [str(Path(__file__).with_suffix(".cpp"))],
-            extra_cflags=["-O3", "-march=native", "-fopenmp", f"-DCPU_CAPABILITY_{capability}"],
-            is_python_module=False,
+    flags = ["-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+    flags += [
+        f"-DCPU_CAPABILITY_{capability}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={torch.compiled_with_cxx11_abi():d}",
+    ]
+    flags += chain.from_iterable(("-isystem", path) for path in cpp_extension.include_paths())
+    return [compiler, *flags]
+
+
+@functools.cache
+def library() -> Path | None:
+    """Where the built library is, or will be: in this user's own cache, under a name that stands
+    for its source, the compiler and its flags, PyTorch, and the instruction sets of this CPU."""
+    call = command()
+    if call is None:
+        return None
+    version = subprocess.run([call[0], "--version"], capture_output=True, text=True).stdout
+    machine = platform.machine() + platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        machine = "".join(
+            sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
         )
-    except (RuntimeError, OSError, ImportError) as error:
+    key = digest([SOURCE.read_text(), call, version, torch.__version__, machine])
+    return cache_folder() / f"native-{key}.so"
+
+
+def is_built() -> bool:
+    try:
+        path = library()
+    except UserError:
+        return False
+    return path is not None and path.is_file()
+
+
+@functools.cache
+def load() -> str | None:
+    """Loads the library, built first if need be. Returns why it cannot."""
+    try:
+        path = library()
+        if path is None:
+            return (
+                "its C++ source is not here" if not SOURCE.is_file() else "there is no C++ compiler"
+            )
+        if not path.is_file():
+            _build(path)
+        torch.ops.load_library(path)
+    except (UserError, OSError, subprocess.SubprocessError) as error:
         return str(error).splitlines()[0]
-    finally:
-        os.environ["PATH"] = before
     return None
 
 
-def why_not(model: nn.Module) -> str | None:
-    """Why the operators do not serve this model on this machine, if they do not."""
+say_once = functools.cache(say)
+
+
+def _build(path: Path) -> None:
+    call = command()
+    assert call is not None
+    lock = path.with_suffix(".lock")
+    with locked(lock, "building", "wait, or choose the runner 'eager'", timeout=PATIENCE):
+        if path.is_file():  # another process was first
+            return
+        say("building the native decode step, once for this machine (up to a minute) …")
+        libraries = Path(torch.__file__).parent / "lib"
+        with replacing(path) as part:
+            built = subprocess.run(
+                [*call, str(SOURCE), "-o", str(part), f"-L{libraries}", "-ltorch_cpu", "-lc10"],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+            )
+            if built.returncode:
+                errors = [line for line in built.stderr.splitlines() if "error" in line]
+                raise UserError(f"{call[0]} failed: {(errors or ['no reason given'])[0]}")
+
+
+# ---------------------------------------------------------------------------- the runner
+
+
+def unfit(model: nn.Module) -> str | None:
+    """Why the library could not serve this model, if it could not."""
     for p in model.parameters():
         if p.device.type != "cpu":
             return f"the weights are on {p.device.type}"
@@ -65,71 +140,59 @@ def why_not(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             return f"{name} is wrapped by an adapter; merge it first"
-    return build()
+    return None
 
 
 class NativeRunner(Runner):
-    """Runs a step by native.cpp, for any rows."""
+    """Single tokens of a few rows by native.cpp; whatever else comes, eagerly.
 
-    fallback: str | None = None
+    Holds the weights' memory as it is when made: make another when a model gets other weights."""
 
-    def __init__(self, model: SpiralFormer, capacity: int = 0) -> None:
-        config = model.config
-        self.capacity = min(capacity, config.max_length)
-        stacks, mesh = model.stacks(), model.topology
-        tied = config.parsed_layout.tied
-        self.decoder = torch.classes.spiralformer.Decoder(
-            model.embedding.weight,
-            math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
-            frequencies(config, model.embedding.weight.device),
-            config.num_heads,
-            config.norm_eps,
-            config.parallel_residual,
-            config.topology == "anchor",
-            FLOOR,
-            [len(stack.blocks) for stack in stacks],
-            [
-                number
-                for it in config.iterations
-                for number in (it.chunk, it.offset, it.shift, 0 if tied else it.index)
-            ],
-            _weights(layer for stack in stacks for layer in _layers(stack)),
-            _weights(mesh.routers if isinstance(mesh, MeSH) else ()),
-            _weights(getattr(part.downscale, "scorer", None) for part in model.scalings),
-            _weights(getattr(part.upscale, "router", None) for part in model.scalings),
-            _weights([model.norm]),
+    name = "native"
+
+    def __init__(self, model: SpiralFormer) -> None:
+        self.stacks = {
+            id(stack): native_stack(stack, model.config) for stack in model.stacks() if stack.blocks
+        }
+
+    def stack(
+        self,
+        stack: Stack,
+        inputs: Sequence[Tensor],
+        writes: Sequence[CacheWrite],
+        at: Tensor | None = None,
+    ) -> list[Tensor]:
+        if not stack.blocks:
+            return list(inputs)
+        sizes = [write.batch for write in writes]
+        if inputs[0].shape[1] > 1 or sum(sizes) > MOST_ROWS or not all(all(w.new) for w in writes):
+            return super().stack(stack, inputs, writes, at)
+        output = self.stacks[id(stack)].run(
+            inputs[0] if len(inputs) == 1 else torch.cat(list(inputs)),
+            [write.cache.keys for write in writes],
+            [write.cache.values for write in writes],
+            sizes,
+            [row for write in writes for row in write.rows or range(write.batch)],
+            [position for write in writes for position in write.held],
         )
-
-    def token(self, model: SpiralFormer, state: DecodeState, ids: Tensor) -> Tensor:
-        if state.batch > MOST_ROWS:
-            return super().token(model, state, ids)
-        caches = [state.pre, *(part.cache for part in state.loop), state.post]
-        return self.decoder.token(
-            ids,
-            [cache.keys for cache in caches],
-            [cache.values for cache in caches],
-            [
-                tensor
-                for p in state.loop
-                for tensor in (p.total, p.peak, p.weight, p.latents, p.allocations, p.recent)
-            ],
-            state.lengths,
-        )
+        return [output] if len(inputs) == 1 else list(output.split(sizes))
 
     def head(self, model: SpiralFormer, hidden: Tensor) -> Tensor:
-        if hidden.shape[0] > MOST_ROWS:
+        if hidden.numel() > MOST_ROWS * hidden.shape[-1]:
             return super().head(model, hidden)
-        return torch.ops.spiralformer.few_rows(hidden, model.head.weight, model.head.bias)
+        return torch.ops.spiralformer.skinny_linear(hidden, model.head.weight, model.head.bias)
 
 
-def _layers(stack: Stack) -> Iterator[nn.Module]:
+def native_stack(stack: Stack, config: SpiralConfig) -> Any:
+    modules: list[nn.Module] = []
     block: Any
     for block in stack.blocks:
-        attention, mlp = block.attention, block.mlp
-        yield from (block.attention_norm, attention.qkv, attention.out)
-        yield from (block.mlp_norm, mlp.up, mlp.down)
-
-
-def _weights(modules: Iterable[nn.Module | None]) -> list[Tensor | None]:
-    """Weight and bias of each, None where there is none."""
-    return [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
+        modules += [block.attention_norm, block.attention.qkv, block.attention.out]
+        modules += [block.mlp_norm, block.mlp.up, block.mlp.down]
+    return torch.classes.spiralformer.Stack(
+        [getattr(module, name, None) for module in modules for name in ("weight", "bias")],
+        frequencies(config, torch.device("cpu")),
+        config.num_heads,
+        config.norm_eps,
+        config.parallel_residual,
+    )

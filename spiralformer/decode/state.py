@@ -1,29 +1,37 @@
 """What a decoder remembers, typed and shaped.
 
 Shapes: B rows, N layers, H heads, K head size, C capacity, M new entries, D width, G chunk size,
-R latents kept. Lengths live on the host as plain integers: which row triggers which iteration is
-known without asking the device.
+R latents kept, W states kept. Lengths live on the host as plain integers: which row triggers which
+iteration is known without asking the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spiralformer.config import Iteration, SpiralConfig
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
-from spiralformer.model.blocks import look_up
+from spiralformer.model.blocks import gather_rows
 
-FLOOR = -1e30  # below every score: the running maximum of a chunk that has no member yet
+ChunkState = Any  # a named tuple of tensors, an operator's own (see `model.operators`)
 
 
 class StateError(UserError, ValueError):
     """A decode state that cannot be used as asked."""
+
+
+def map_state(state: ChunkState, f: Callable[..., Tensor], *others: ChunkState) -> ChunkState:
+    """`f` of each tensor of a chunk state, and of the same one of the others."""
+    mapped = [f(*tensors) for tensors in zip(state, *others, strict=True)]
+    return type(state)(*mapped) if mapped else state
 
 
 # ---------------------------------------------------------------------------- keys and values
@@ -54,7 +62,7 @@ class StackCache:
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
 
-class Append:
+class CacheWrite:
     """New entries for some rows of a StackCache: stored, then attended to with all before them."""
 
     def __init__(
@@ -67,7 +75,7 @@ class Append:
         self.cache, self.held, self.new, self.rows = cache, held, new, rows
         self.batch = len(held)
         self.width = max(new)
-        self.end = max(h + n for h, n in zip(held, new, strict=True))
+        self.end = max(map(sum, zip(held, new, strict=True)))
         self.fresh = not any(held)
         self.aligned = len(set(held)) == 1 and len(set(new)) == 1
 
@@ -107,10 +115,8 @@ class Append:
     @cached_property
     def moves(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """From which (row, step) to which (row, place): real entries only, never padding"""
-        device = self.cache.keys.device
-        steps = torch.arange(self.width, device=device)
-        real = steps < torch.tensor(self.new, device=device)[:, None]
-        row, step = real.nonzero(as_tuple=True)
+        real = torch.arange(self.width) < torch.tensor(self.new)[:, None]  # on the host: no waiting
+        row, step = real.nonzero().to(self.cache.keys.device).unbind(1)
         target = row if self.index is None else self.index[row]
         return (row, step), (target, self.positions[row, step])
 
@@ -133,76 +139,109 @@ class Append:
         return attend(q, keys, values, self.last_mask if last else self.mask)
 
 
-def run_stack(
-    stack, inputs: Sequence[Tensor], appends: Sequence[Append], at: Tensor | None = None
-) -> list[Tensor]:
-    """One pass of a stack over several groups of rows, each with a cache of its own.
-
-    The groups go through the layers as one batch, so the weights are read once; only attention
-    looks at them one by one. All groups must bring the same number of entries a row. `at` is the
-    last entry of each row, if no other is wanted (of one group only).
-    """
-    if len(inputs) == 1:
-        only = appends[0]
-        caches = [partial(only, layer) for layer in range(len(stack.blocks))]
-        return [stack(inputs[0], only.positions, caches, at)]
-    sizes = [append.batch for append in appends]
-
-    def attend_in_groups(layer: int, attend: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(appends, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        return torch.cat([append(layer, attend, *qkv) for append, *qkv in parts])
-
-    caches = [partial(attend_in_groups, layer) for layer in range(len(stack.blocks))]
-    positions = torch.cat([append.positions for append in appends])
-    return list(stack(torch.cat(list(inputs)), positions, caches).split(sizes))
-
-
 # ---------------------------------------------------------------------------- one iteration
 
 
 @dataclass
 class IterationState:
-    """One loop iteration: its keys and values, its unfinished chunk, and its finished latents.
+    """One loop iteration: its keys and values, its chunks under way, and its finished latents.
 
-    The unfinished chunk is an online softmax (running maximum, normaliser, weighted sum), so no
-    G×D buffer exists. With a `history`, the states of the last tokens are kept too, which is what
-    allows to truncate.
+    With a `history`, the states of the last tokens are kept too, which is what allows to truncate.
     """
 
-    it: Iteration
+    iteration: Iteration
     cache: StackCache
-    total: Tensor  # B D: weighted sum over the members of the unfinished chunk; (B, 0) if G = 1
-    peak: Tensor  # B: largest score so far; (0) with mean pooling
-    weight: Tensor  # B: sum of exp(score - peak); (0) with mean pooling
+    down: ChunkState  # of the down-scaling operator, for the chunk under way of each row
+    up: ChunkState  # of the up-scaling operator
     latents: Tensor  # B R D: finished latents, oldest first, the newest at the end
     allocations: Tensor  # B R G: λ·β of each
     recent: Tensor  # B W D: states of the last W tokens, the newest at the end
 
     @classmethod
     def empty(
-        cls, model: SpiralFormer, it: Iteration, batch: int, capacity: int, history: int
+        cls, model: SpiralFormer, iteration: Iteration, batch: int, capacity: int, history: int
     ) -> IterationState:
-        weight = model.embedding.weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        width, chunked = model.config.hidden_size, it.chunk > 1
-        scored = chunked and model.config.downscale == "self_aggregation"
-        kept = it.ring + -(-history // it.chunk)
+        weight, size = model.embedding.weight, iteration.chunk
+        width, chunked = model.config.hidden_size, size > 1
+        kept, recent = cls.windows(iteration, history)
+        scaling = model.scalings[iteration.index]
         return cls(
-            it=it,
-            cache=StackCache.empty(it.layers, batch, it.chunks(capacity), model),
-            total=weight.new_zeros((batch, width if chunked else 0), dtype=wide),
-            peak=weight.new_full((batch if scored else 0,), FLOOR, dtype=wide),
-            weight=weight.new_zeros((batch if scored else 0,), dtype=wide),
+            iteration=iteration,
+            cache=StackCache.empty(iteration.layers, batch, iteration.chunks(capacity), model),
+            down=scaling.downscale.start((batch,), weight) if chunked else (),
+            up=scaling.upscale.start((batch,), weight) if chunked else (),
             latents=weight.new_zeros((batch, kept, width)),
-            allocations=weight.new_zeros((batch, kept, it.chunk)),
-            recent=weight.new_zeros(
-                (batch, history + it.chunk - 1 if history and chunked else 0, width)
-            ),
+            allocations=weight.new_zeros((batch, kept, size)),
+            recent=weight.new_zeros((batch, recent, width)),
         )
 
-    def small_tensors(self) -> list[str]:
-        """The fields beside the cache whose first dimension is the row."""
-        return [f.name for f in fields(self) if f.name not in ("it", "cache")]
+    @staticmethod
+    def windows(iteration: Iteration, history: int) -> tuple[int, int]:
+        """How many latents and how many states are kept."""
+        size = iteration.chunk
+        states = history + size - 1 if history and size > 1 else 0
+        return iteration.latents_kept + -(-history // size), states
+
+    def keep_history(self, history: int) -> None:
+        """Makes room for more of the past; what came before is not known."""
+        kept, states = self.windows(self.iteration, history)
+        self.latents, self.allocations, self.recent = (
+            F.pad(x, (0, 0, max(0, width - x.shape[1]), 0))
+            for x, width in (
+                (self.latents, kept),
+                (self.allocations, kept),
+                (self.recent, states),
+            )
+        )
+
+    def tensors(self) -> list[Tensor]:
+        small = [*self.down, *self.up, self.latents, self.allocations, self.recent]
+        return [self.cache.keys, self.cache.values, *small]
+
+    def reorder(self, rows: Tensor) -> None:
+        self.cache.reorder(rows)
+        self.down, self.up = (map_state(s, lambda x: x[rows]) for s in (self.down, self.up))
+        for name in ("latents", "allocations", "recent"):
+            setattr(self, name, getattr(self, name)[rows])
+
+    def truncate(self, model: SpiralFormer, lengths: Sequence[int], wanted: Sequence[int]) -> None:
+        """The chunks under way are pooled anew from the recent states, and the latents move back
+        into place. Rows that lose nothing keep what they have."""
+        iteration, device = self.iteration, self.latents.device
+        pairs = list(zip(lengths, wanted, strict=True))
+        back = [iteration.chunks(old) - iteration.chunks(new) for old, new in pairs]
+        self.latents = _move_back(self.latents, torch.tensor(back, device=device))
+        self.allocations = _move_back(self.allocations, torch.tensor(back, device=device))
+        if iteration.chunk == 1:
+            return
+        back = [old - new for old, new in pairs]
+        self.recent = _move_back(self.recent, torch.tensor(back, device=device))
+        members = torch.tensor([min(iteration.phase_of(n), n) for n in wanted], device=device)
+        states = self.recent[:, -min(iteration.chunk - 1, self.recent.shape[1]) :]  # B G-1 D
+        width = states.shape[1]
+        real = torch.arange(width, device=device) >= width - members[:, None]
+        changed = torch.tensor([bool(n) for n in back], device=device)
+        scaling = model.scalings[iteration.index]
+        for name, operator in (("down", scaling.downscale), ("up", scaling.upscale)):
+            again = operator.start((len(back),), states)
+            if width:
+                again = operator.push(again, states, real)
+            setattr(self, name, choose_rows(changed, again, getattr(self, name)))
+
+
+def choose_rows(rows: Tensor, one: ChunkState, other: ChunkState) -> ChunkState:
+    """The state `one` in the rows of the mask (B), and `other` elsewhere."""
+    return map_state(
+        one, lambda a, b: torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b), other
+    )
+
+
+def _move_back(x: Tensor, by: Tensor) -> Tensor:
+    """Shifts each row of x (B, W, …) towards its end by `by` places; zeros come in at the front."""
+    if not x.shape[1]:
+        return x
+    source = torch.arange(x.shape[1], device=x.device) - by[:, None]
+    return gather_rows(x, source.clamp_min(0)) * (source >= 0)[:, :, None]
 
 
 # ---------------------------------------------------------------------------- the whole state
@@ -220,7 +259,7 @@ class DecodeState:
     oldest: list[int]  # the shortest length each row can still be truncated to
     pre: StackCache
     post: StackCache
-    loop: list[IterationState] = field(default_factory=list)
+    loop: list[IterationState]
 
     @classmethod
     def empty(
@@ -245,8 +284,8 @@ class DecodeState:
             pre=StackCache.empty(layout.pre, batch, capacity, model),
             post=StackCache.empty(layout.post, batch, capacity, model),
             loop=[
-                IterationState.empty(model, it, batch, capacity, history)
-                for it in model.config.iterations
+                IterationState.empty(model, iteration, batch, capacity, history)
+                for iteration in model.config.iterations
             ],
         )
 
@@ -255,15 +294,20 @@ class DecodeState:
         return len(self.lengths)
 
     def tensors(self) -> list[Tensor]:
-        found = [self.pre.keys, self.pre.values, self.post.keys, self.post.values]
-        for part in self.loop:
-            found += [part.cache.keys, part.cache.values]
-            found += [getattr(part, name) for name in part.small_tensors()]
-        return found
+        ends = [self.pre.keys, self.pre.values, self.post.keys, self.post.values]
+        return ends + [tensor for part in self.loop for tensor in part.tensors()]
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def advance(self, new: Sequence[int]) -> None:
+        """Row b has seen `new[b]` tokens more."""
+        self.lengths = [length + n for length, n in zip(self.lengths, new, strict=True)]
+        self.oldest = [
+            max(oldest, length - self.history)
+            for oldest, length in zip(self.oldest, self.lengths, strict=True)
+        ]
 
     # ------------------------------------------------------------------ room
 
@@ -287,7 +331,14 @@ class DecodeState:
         self.pre.resize(capacity)
         self.post.resize(capacity)
         for part in self.loop:
-            part.cache.resize(part.it.chunks(capacity))
+            part.cache.resize(part.iteration.chunks(capacity))
+
+    def keep_history(self, history: int) -> None:
+        """From here on, `truncate` can take back so many tokens."""
+        if history > self.history:
+            self.history, self.oldest = history, list(self.lengths)
+            for part in self.loop:
+                part.keep_history(history)
 
     # ------------------------------------------------------------------ rows
 
@@ -299,14 +350,9 @@ class DecodeState:
             raise StateError(f"rows {order} do not all lie in 0…{self.batch - 1}")
         self.lengths = [self.lengths[row] for row in order]
         self.oldest = [self.oldest[row] for row in order]
-        self.pre.reorder(index)
-        self.post.reorder(index)
-        for part in self.loop:
-            part.cache.reorder(index)
-            for name in part.small_tensors():
-                value = getattr(part, name)
-                if value.shape[0]:
-                    setattr(part, name, value[index])
+        parts: list[StackCache | IterationState] = [self.pre, self.post, *self.loop]
+        for part in parts:
+            part.reorder(index)
 
     def clone(self) -> DecodeState:
         """A copy that goes its own way."""
@@ -314,36 +360,22 @@ class DecodeState:
 
     def fork(self, times: int) -> DecodeState:
         """A new state with every row `times` over, side by side."""
-        copy = DecodeState(
-            config=self.config,
-            lengths=list(self.lengths),
-            capacity=self.capacity,
-            fixed=self.fixed,
-            history=self.history,
-            oldest=list(self.oldest),
-            pre=StackCache(self.pre.keys, self.pre.values),
-            post=StackCache(self.post.keys, self.post.values),
-            loop=[
-                IterationState(
-                    it=part.it,
-                    cache=StackCache(part.cache.keys, part.cache.values),
-                    **{name: getattr(part, name) for name in part.small_tensors()},
-                )
-                for part in self.loop
-            ],
+        copy = replace(
+            self,
+            pre=replace(self.pre),
+            post=replace(self.post),
+            loop=[replace(part, cache=replace(part.cache)) for part in self.loop],
         )
-        # indexing copies, so nothing stays shared; peak and weight may be empty and are never
-        # changed in place
-        copy.reorder([row for row in range(self.batch) for _ in range(times)])
+        copy.reorder([row for row in range(self.batch) for _ in range(times)])  # indexing copies
         return copy
 
     def truncate(self, model: SpiralFormer, lengths: Sequence[int]) -> None:
         """Takes back the last tokens of each row, as if they had never been seen.
 
-        Keys and values are simply forgotten. The unfinished chunks are aggregated anew from the
-        recent states, and the latents move back into place: both reach `history` tokens back.
-        """
+        Keys and values are simply forgotten; the rest reaches `history` tokens back."""
         wanted = list(lengths)
+        if len(wanted) != self.batch:
+            raise StateError(f"{len(wanted)} lengths for a state of {self.batch} rows")
         for row, (new, now, oldest) in enumerate(
             zip(wanted, self.lengths, self.oldest, strict=True)
         ):
@@ -355,38 +387,7 @@ class DecodeState:
                 )
         if wanted == self.lengths:
             return
-        device = self.pre.keys.device
         for part in self.loop:
-            it = part.it
-            back = [it.chunks(a) - it.chunks(b) for a, b in zip(self.lengths, wanted, strict=True)]
-            part.latents = _move_back(part.latents, torch.tensor(back, device=device))
-            part.allocations = _move_back(part.allocations, torch.tensor(back, device=device))
-            if it.chunk == 1:
-                continue
-            back = [a - b for a, b in zip(self.lengths, wanted, strict=True)]
-            part.recent = _move_back(part.recent, torch.tensor(back, device=device))
-            members = torch.tensor(
-                [min(it.phase_of(n), n) for n in wanted], device=device
-            )  # of the unfinished chunk
-            width = it.chunk - 1
-            states = part.recent[:, part.recent.shape[1] - width :]  # B G-1 D
-            real = torch.arange(width, device=device) >= width - members[:, None]
-            wide = part.total.dtype
-            if part.peak.numel():
-                scores = model.scalings[it.index].downscale.scorer(states).squeeze(-1).to(wide)
-                scores = scores.masked_fill(~real, FLOOR)
-                part.peak = scores.amax(1) if width else torch.full_like(part.peak, FLOOR)
-                alpha = torch.exp(scores - part.peak[:, None]) * real
-                part.weight = alpha.sum(1)
-            else:
-                alpha = real.to(wide)
-            part.total = (alpha[:, None] @ states.to(wide)).squeeze(1)
+            part.truncate(model, self.lengths, wanted)
         self.lengths = wanted
         self.oldest = [min(old, new) for old, new in zip(self.oldest, wanted, strict=True)]
-
-
-def _move_back(x: Tensor, by: Tensor) -> Tensor:
-    """Shifts each row of x (B, W, …) towards its end by `by` places; zeros come in at the front."""
-    width = x.shape[1]
-    source = torch.arange(width, device=x.device) - by[:, None]
-    return look_up(x, source.clamp_min(0)) * (source >= 0)[:, :, None]

@@ -1,6 +1,6 @@
-"""Evaluation: the rows of the paper's Tables 1 and 3 for any checkpoint.
+"""Evaluation: the rows of the paper's Tables 1 and 3, and any task of EleutherAI's
+lm-evaluation-harness, for any checkpoint.
 
-`tasks` says what is evaluated and reads local files, `models` opens model folders, `perplexity`
-scores texts, `harness` and `lm` are the two sides of EleutherAI's lm-evaluation-harness, `run`
-plans and caches, `report` prints.
+`tasks` says what is evaluated and with which data, `lm` is a model as the harness sees it,
+`perplexity` scores texts, `run` is an evaluation from plan to results, `tables` prints.
 """

@@ -1,59 +1,283 @@
-"""Our model as the harness sees it: log-likelihoods of continuations, in this process."""
+"""Models as the harness sees them: folders of ours and of any Hugging Face causal language model.
+
+`inspect` finds what is wrong with a folder before any long work; `load_lm` loads its weights.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import logging
-from typing import Any
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from spiralformer.config import SpiralConfig
+from spiralformer.console import Progress
+from spiralformer.data.tokenizer import EOT, TextTokenizer, load_tokenizer
+from spiralformer.decode import Sampling, extend, generate, prefill
+from spiralformer.decode.generate import TextStream
 from spiralformer.errors import UserError
-from spiralformer.evaluate.models import SpiralScorer
-from spiralformer.evaluate.perplexity import perplexity
-from spiralformer.evaluate.tasks import Document
+from spiralformer.evaluate.perplexity import windows
+from spiralformer.evaluate.tasks import first_line, quiet
+from spiralformer.files import digest, read_json
+from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
+from spiralformer.model_folder import MODEL_TYPE, load_config, load_model
 
-log = logging.getLogger("lm_eval.spiralformer")
+LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "n_ctx")
+DEFAULT_LENGTH = 2048
+DEFAULT_NEW_TOKENS = 256  # where a task does not say how long an answer may be, as in the harness
+BATCHES = 32  # so many are sorted by length together; what they answer is kept when they are done
+LOGITS = 1 << 27  # most logits of a Hugging Face model that exist at once, unless one row has more
+
 Request = tuple[Any, list[int], list[int]]  # texts, tokens of the context, of the continuation
 
 
-class SpiralLM(TemplateLM):
-    """Tokenizes, truncates and scores as the harness's own HFLM does."""
+# ---------------------------------------------------------------------------- before loading
 
-    def __init__(self, scorer: SpiralScorer, batch_size: int) -> None:
+
+@dataclass(frozen=True)
+class InspectedFolder:
+    """A model folder that has passed the checks."""
+
+    folder: Path
+    spiral_config: SpiralConfig | None  # of a model of ours
+    tokenizer: Any  # ours, or one of transformers
+    max_length: int
+    fingerprint: str  # of weights, configuration and tokenizer
+    vocabulary: str  # models with the same one can be compared token by token
+    trusted: bool = False  # to run code that it brings
+
+
+def inspect(folder: str | Path, *, trust_remote_code: bool = False) -> InspectedFolder:
+    """Checks a model folder: its configuration, its tokenizer and the files of its weights."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give one with config.json and weights")
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.parent for path in folder.glob("*/config.json"))
+        hint = f"; did you mean {inside[-1]}?" if inside else ""
+        raise UserError(f"{folder}: no config.json in it, so it is no model folder{hint}")
+    ours: SpiralConfig | None = None
+    if read_json(folder / "config.json").get("model_type") == MODEL_TYPE:
+        ours = load_config(folder)
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(f"{folder}: no tokenizer.json in it; put the one it was trained with")
+        tokenizer: Any = load_tokenizer(folder)
+        ids = tokenizer.backend.get_vocab(with_added_tokens=True)
+        vocab_size, max_length = ours.vocab_size, ours.max_length
+    else:
+        tokenizer, vocab_size, max_length = _inspect_foreign(folder, trust_remote_code)
+        ids = tokenizer.get_vocab()
+    largest = max(ids.values())
+    if largest >= vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer does not fit the model: its largest id is {largest}, the "
+            f"model's vocabulary has {vocab_size}; put the tokenizer it was trained with there"
+        )
+    identity = fingerprint(folder)
+    if ours is not None:
+        load_model(folder, device="meta")  # do the weights fit the configuration?
+    return InspectedFolder(
+        folder, ours, tokenizer, max_length, identity, digest(ids), trust_remote_code
+    )
+
+
+def _inspect_foreign(folder: Path, trusted: bool) -> tuple[Any, int, int]:
+    """Tokenizer, vocabulary and context of a folder that transformers knows how to open."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+            known = type(config) in AutoModelForCausalLM._model_mapping
+            brings_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+        except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise UserError(
+                    f"{folder}: brings code of its own; --trust-remote-code runs it"
+                ) from None
+            raise UserError(f"{folder}: transformers cannot open it: {first_line(error)}") from None
+    if not known and not (brings_code and trusted):
+        raise UserError(
+            f"{folder}/config.json: model_type {config.model_type!r} is no causal language "
+            "model that transformers knows"
+        )
+    if _prefix(tokenizer) is None:
+        raise UserError(f"{folder}: its tokenizer has no end-of-text token to begin a text with")
+    text = config.get_text_config()
+    lengths = (getattr(text, name, None) for name in LENGTH_FIELDS)
+    return tokenizer, text.vocab_size, next((n for n in lengths if n), DEFAULT_LENGTH)
+
+
+def _prefix(tokenizer: Any) -> int | None:
+    """As the harness chooses it; a bare tokenizer.json does not say which token it is."""
+    tokens = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.get_vocab().get(EOT))
+    return next((token for token in tokens if token is not None), None)
+
+
+def fingerprint(folder: Path) -> str:
+    """Of everything in a folder that decides a model's outputs; opens each safetensors file, so
+    that a damaged one is found here."""
+    endings = (".safetensors", ".bin", ".json", ".model", ".txt", ".py")
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in endings]
+    if not any(path.suffix in (".safetensors", ".bin") for path in files):
+        raise UserError(f"{folder}: no weights in it (model.safetensors)")
+    for path in files:
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path}: damaged or not safetensors ({error})") from None
+    return digest([(path.name, digest(path)) for path in files])
+
+
+def choose_device(asked: str | None) -> str:
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=asked)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {asked}: not usable here ({first_line(error)})") from None
+    return asked
+
+
+def load_lm(
+    inspected: InspectedFolder, *, device: str, dtype: str = "auto", batch_size: int = 8
+) -> SpiralLM | HuggingFaceLM:
+    """Loads the weights; dtype `auto` is the one they were saved in."""
+    if inspected.spiral_config is not None:
+        wanted = None if dtype == "auto" else getattr(torch, dtype)
+        model = load_model(inspected.folder, dtype=wanted, device=device)
+        return SpiralLM(model.requires_grad_(False), inspected.tokenizer, batch_size)
+    with quiet():
+        try:
+            return HuggingFaceLM(
+                pretrained=str(inspected.folder),
+                tokenizer=inspected.tokenizer,
+                device=device,
+                dtype=dtype,
+                softmax_dtype="float32",
+                max_length=inspected.max_length,
+                prefix_token_id=_prefix(inspected.tokenizer),
+                trust_remote_code=inspected.trusted,
+                batch_size=batch_size,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            raise UserError(f"{inspected.folder}: {first_line(error)}") from None
+
+
+# ---------------------------------------------------------------------------- models
+
+
+class FolderLM(TemplateLM):
+    """What our two kinds of model share: texts are scored in the windows that `perplexity`
+    describes, and progress is shown."""
+
+    max_length: int
+    batch_size: int
+    context: int | None = None  # tokens of a window; None: the longest sequence
+    stride: int | None = None  # tokens between the ends of two windows; None: the context
+    label = ""  # of the progress bar
+    screen: TextIO | None = None  # where it is drawn; None: nowhere
+    progress = Progress("", shown=False)
+    truncated = 0  # prompts that lost their beginning to the longest sequence
+
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        with self._progress(len(requests), "answers"):
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        context = min(self.context or self.max_length, self.max_length)
+        stride = min(self.stride or context, context)
+        texts = [request.args[0] for request in requests]
+        tokens = [[self.prefix_token_id, *self.tok_encode(text)] for text in texts]
+        cuts = [list(windows(len(some) - 1, context, stride)) for some in tokens]
+        totals = [0.0] * len(texts)
+        with self._progress(sum(map(len, cuts)), "windows"):
+            for numbers in self._groups(range(len(texts))):
+                owners = [n for n in numbers for _ in cuts[n]]
+                parts = [
+                    (None, tokens[n][w.start : w.scored_from + 1],
+                     tokens[n][w.scored_from + 1 : w.end + 1])
+                    for n in numbers
+                    for w in cuts[n]
+                ]  # fmt: skip
+                answers = self._loglikelihood_tokens(parts)
+                for n, (likelihood, _) in zip(owners, answers, strict=True):
+                    totals[n] += likelihood
+                for n in numbers:
+                    self.cache_hook.add_partial("loglikelihood_rolling", (texts[n],), totals[n])
+        return totals
+
+    def _groups(self, items: Any) -> Iterator[Any]:
+        size = BATCHES * self.batch_size
+        return (items[first : first + size] for first in range(0, len(items), size))
+
+    def _check_lengths(self, requests: list[Request]) -> None:
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise UserError(
+                f"a continuation of {longest} tokens is longer than the model's longest "
+                f"sequence, {self.max_length}"
+            )
+        self.truncated += sum(len(c) + len(t) > self.max_length + 1 for _, c, t in requests)
+
+    @contextlib.contextmanager
+    def _progress(self, total: int, unit: str) -> Iterator[None]:
+        """Seen also where the libraries around are kept quiet."""
+        shown = self.screen is not None
+        with (
+            contextlib.redirect_stderr(self.screen or sys.stderr),
+            Progress(self.label, total, unit, shown=shown) as self.progress,
+        ):
+            yield
+
+
+class SpiralLM(FolderLM):
+    """A model of ours. Truncates and scores as the harness's own HFLM does, but the answers to one
+    question share a context, and it is read once for all of them."""
+
+    def __init__(self, model: SpiralFormer, tokenizer: TextTokenizer, batch_size: int) -> None:
         super().__init__()
-        self.scorer, self.batch_size = scorer, batch_size
-        self.tokenizer = scorer.tokenizer
-        self.max_length = scorer.max_length
-        self._device = scorer.device
+        self.model, self.text_tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.max_length = model.config.max_length
+        self._device = model.embedding.weight.device
 
     @property
     def eot_token_id(self) -> int:
-        if self.scorer.prefix is None:
-            raise UserError("the tokenizer has no end-of-text token to stand before a text")
-        return self.scorer.prefix
+        return self.text_tokenizer.eot_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        if add_special_tokens is None:
-            prefix = self.scorer.prefix
-            begins = prefix is not None and string.startswith(self.tokenizer.decode([prefix]))
-            add_special_tokens = not begins
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return self.text_tokenizer.encode(string)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
-        self, requests: list[Request], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: list[Request], disable_tqdm: bool = True, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        # The answers to one question share a context: it is read once for all of them.
+        self._check_lengths(requests)
+        answers = [(0.0, True)] * len(requests)  # of a continuation without tokens
         sharing: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):
-            sharing.setdefault(self._fit(context, continuation), []).append(i)
+            if continuation:  # its last token is no input
+                room = self.max_length + 1 - len(continuation)
+                sharing.setdefault(tuple(context[-room:]), []).append(i)
         longest = lambda group: max(len(requests[i][2]) for i in group[1])
         # The longest first: what would not fit in memory fails at once.
         groups = sorted(sharing.items(), key=lambda group: -len(group[0]) - longest(group))
@@ -63,10 +287,12 @@ class SpiralLM(TemplateLM):
             batch, groups = groups[:count], groups[count:]
             numbers = [i for _, members in batch for i in members]
             continuations = [[requests[i][2] for i in members] for _, members in batch]
-            found = self._score([list(context) for context, _ in batch], continuations)
-            for i, answer in zip(numbers, found, strict=True):
+            scores = self._score([list(context) for context, _ in batch], continuations)
+            for i, answer in zip(numbers, scores, strict=True):
                 answers[i] = answer
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+                if requests[i][0] is not None:  # a window of a text is no request
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+            self.progress.advance(len(numbers))
         return answers
 
     def _score(
@@ -74,47 +300,94 @@ class SpiralLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each context's continuations, one after the other, and whether each
         token of it is the likeliest."""
-        states = self.scorer.continuation_states(contexts, continuations)
+        states = self._states(contexts, continuations)
         rows = [continuation for some in continuations for continuation in some]
-        targets = torch.tensor([token for row in rows for token in row])
+        targets = torch.tensor([token for row in rows for token in row], device=states.device)
         losses, hits = [], []
         for h, target in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
-            logits, target = self.scorer.model.head(h), target.to(h.device)
+            logits = self.model.head(h)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses.append(F.cross_entropy(logits, target, reduction="none"))
             hits.append(logits.argmax(-1) == target)
         lengths = [len(row) for row in rows]
-        return [
-            (-float(loss.double().sum()), bool(hit.all()))
-            for loss, hit in zip(
-                torch.cat(losses).split(lengths), torch.cat(hits).split(lengths), strict=True
-            )
-        ]
+        by_row = zip(torch.cat(losses).split(lengths), torch.cat(hits).split(lengths), strict=True)
+        return [(-float(loss.double().sum()), bool(hit.all())) for loss, hit in by_row]
 
-    def _fit(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
-        """The context; what is too long for the model loses its beginning. The continuation's last
-        token is no input."""
-        if len(continuation) > self.max_length:
-            raise UserError(
-                f"a continuation of {len(continuation)} tokens is longer than the model's "
-                f"max_length {self.max_length}"
-            )
-        room = self.max_length + 1 - len(continuation)
-        if len(context) > room:
-            log.warning("Combined length of context and continuation exceeds max_length")
-        return tuple(context[-room:])
+    def _states(self, contexts: list[list[int]], continuations: list[list[list[int]]]) -> Tensor:
+        """The output states (N, D) that predict each token of each continuation, one continuation
+        after the other. Continuations of one context go on from one state that has read it."""
+        rows = [row for some in continuations for row in some]
+        lengths = [len(context) for context in contexts]
+        if len(rows) == len(contexts):  # nothing is shared: one pass over both together
+            texts = [context + row[:-1] for context, row in zip(contexts, rows, strict=True)]
+            # The model is causal, so right padding needs no mask.
+            out = self.model.hidden(self.model.embed(self._padded(texts)))
+            scored = [slice(n - 1, len(text)) for n, text in zip(lengths, texts, strict=True)]
+            return torch.cat([h[part] for h, part in zip(out, scored, strict=True)])
+        owners = [i for i, some in enumerate(continuations) for _ in some]
+        longest = max(lengths[i] + len(row) for i, row in zip(owners, rows, strict=True))
+        out, state = prefill(self.model, self._padded(contexts), lengths, capacity=longest - 1)
+        first = out[owners, [lengths[i] - 1 for i in owners]][:, None]  # R 1 D
+        state.reorder(owners)
+        inputs = [row[:-1] for row in rows]
+        more = extend(self.model, state, self._padded(inputs), [len(row) for row in inputs])
+        out = torch.cat((first, more), 1)
+        return torch.cat([h[: len(row)] for h, row in zip(out, rows, strict=True)])
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        found = []
-        for request in requests:
-            (text,) = request.args
-            result = perplexity(self.scorer, [Document.of(text)], batch_size=self.batch_size)
-            found.append(-result.loss)
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), -result.loss)
-        return found
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+        return pad_sequence(tensors, batch_first=True).to(self.device)
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        raise UserError(
-            "tasks that generate text are not among the paper's; load the folder with the "
-            "harness's own `hf` model (import spiralformer.hf) to run them"
-        )
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """One by one: an answer never depends on its neighbours, and settings differ."""
+        answers = []
+        with self._progress(len(requests), "answers"):
+            for request in requests:
+                context, settings = request.args
+                until = settings.get("until") or []
+                room = int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS))
+                room = min(room, self.max_length - 1)
+                stops = [until] if isinstance(until, str) else list(until)
+                text = TextStream(self.text_tokenizer.decode, stops)
+                prompt = self.tok_encode(context) or [self.prefix_token_id]
+                is_sampled = settings.get("do_sample", False)
+                (new,) = generate(
+                    self.model,
+                    [prompt[-(self.max_length - room) :]],
+                    max_new_tokens=room,
+                    sampling=Sampling(settings.get("temperature", 1.0) if is_sampled else 0),
+                    stop_ids=[self.eot_token_id],
+                    stop=text.stopped,
+                )
+                answers.append(text.text(new))
+                self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+                self.progress.advance()
+        return answers
+
+
+class HuggingFaceLM(FolderLM, HFLM):
+    """Any other folder, as the harness loads it."""
+
+    batch_size_per_gpu: int
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = True, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        self._check_lengths(requests)
+        asked, answers = self.batch_size_per_gpu, []
+        for some in self._groups(requests):
+            longest = max(len(c) + len(t) for _, c, t in some)
+            row = min(longest, self.max_length) * self.config.get_text_config().vocab_size
+            self.batch_size_per_gpu = max(1, min(asked, LOGITS // row))
+            try:
+                answers += HFLM._loglikelihood_tokens(self, some, disable_tqdm=True)
+            finally:
+                self.batch_size_per_gpu = asked
+            self.progress.advance(len(some))
+        return answers
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        return HFLM.generate_until(self, requests, disable_tqdm=True)
+
+    def get_model_info(self) -> dict[str, Any]:
+        return {}  # the harness would ask the hub for it

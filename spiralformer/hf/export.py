@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import shutil
 from importlib.abc import InspectLoader
 from pathlib import Path
 
 from spiralformer import __version__
+from spiralformer.files import new_folder, read_json, write_json
 from spiralformer.hf.configuration_spiralformer import SpiralFormerConfig
 from spiralformer.hf.modeling_spiralformer import SpiralFormerForCausalLM
-from spiralformer.hf.neox import new_folder, tokenizer_of
-from spiralformer.model_folder import WEIGHTS, load_config, load_model, read_json, tokenizer_files
+from spiralformer.model_folder import WEIGHTS, copy_tokenizer, load_config, load_model, tokenizer_of
 
 PACKAGE = "spiralformer"
 AUTO_CLASSES = {"AutoConfig": SpiralFormerConfig, "AutoModelForCausalLM": SpiralFormerForCausalLM}
@@ -80,19 +79,16 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
         names = {index.name, *read_json(index)["weight_map"].values()}
     if (checkpoint / "generation_config.json").exists():
         names.add("generation_config.json")
-    if tokenizer_of(checkpoint):
-        names |= {path.name for path in tokenizer_files(checkpoint)}
     with new_folder(folder) as part:
         for name in names:
             shutil.copyfile(checkpoint / name, part / name)
         for name, source in sources().items():
             (part / name).write_text(source, encoding="utf-8")
-        (part / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        described = part / "tokenizer_config.json"
-        if (part / "tokenizer.json").exists() and not described.exists():
-            about = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "model_max_length": config.max_length,
-            }
-            described.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        write_json(part / "config.json", fields)
+        if tokenizer_of(checkpoint):
+            copy_tokenizer(checkpoint, part)
+            described = part / "tokenizer_config.json"
+            if not described.exists():
+                about = {"tokenizer_class": "PreTrainedTokenizerFast"}
+                write_json(described, {**about, "model_max_length": config.max_length})
     return Path(folder)

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple, logging
 
 from spiralformer.config import SpiralConfig
+from spiralformer.decode.runner import EAGER, runner_for
 from spiralformer.hf.cache import SpiralCache
 from spiralformer.hf.configuration_spiralformer import SpiralFormerConfig
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
@@ -36,11 +37,16 @@ MODES = (
     GenerationMode.SAMPLE,
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
 )
 
 
 class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
-    """A model of the family under the name `model`, with the methods that `transformers` calls."""
+    """A model of the family under the name `model`, with the methods that `transformers` calls.
+
+    `generate` takes `runner="auto"`, "eager", "compile", "native" or a runner, as ours does
+    (see `spiralformer.decode.runner_for`).
+    """
 
     config_class = SpiralFormerConfig
     base_model_prefix = "model"
@@ -69,7 +75,7 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,  # B M D, as `get_input_embeddings()` gives them
         labels: Tensor | None = None,  # B M, not shifted; -100 does not count
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor | None = None,
+        logits_to_keep: int | slice | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Output states of the new tokens, their logits and, with labels, the loss.
@@ -126,10 +132,11 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
                 loss = self._loss(hidden, labels, rows, **loss_options)
             if logits_to_keep is None and not (wants_loss and self.training):
                 logits_to_keep = 0
-            if isinstance(logits_to_keep, int):
-                logits = self.model.head(hidden[:, -logits_to_keep:])
-            elif logits_to_keep is not None:
-                logits = self.model.head(hidden[:, logits_to_keep])
+            if logits_to_keep is not None:
+                if isinstance(logits_to_keep, int):
+                    logits_to_keep = slice(-logits_to_keep, None)
+                runner = EAGER if cache is None else cache.runner
+                logits = runner.head(self.model, hidden[:, logits_to_keep])
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def _loss(
@@ -194,9 +201,9 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def _forget_model_length(self) -> None:
         """A generation config made from config.json takes the model's max_length, the longest
         sequence it can read, for a request to generate that much."""
-        found = self.generation_config
-        if found._from_model_config and found.max_length == self.config.max_length:
-            found.max_length = GenerationConfig().max_length
+        config = self.generation_config
+        if config._from_model_config and config.max_length == self.config.max_length:
+            config.max_length = GenerationConfig().max_length
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         super().adjust_generation_fn(*args, **kwargs)
@@ -215,6 +222,9 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError("generate needs input_ids; it cannot start from inputs_embeds")
         return config, model_kwargs
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        super()._validate_model_kwargs({k: v for k, v in model_kwargs.items() if k != "runner"})
 
     def _validate_generation_mode(self, generation_mode, *args: Any, **kwargs: Any) -> None:
         self._require_mode(generation_mode)
@@ -267,11 +277,22 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
                     "the batch is padded on the right, where the new tokens go; set the "
                     "tokenizer's padding_side to 'left'"
                 )
+        wanted = model_kwargs.pop("runner", "auto")
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             cache._is_user_defined = True
         elif generation_config.use_cache:
-            model_kwargs["past_key_values"] = SpiralCache(capacity=max_cache_length)
+            model_kwargs["past_key_values"] = cache = SpiralCache(max_cache_length)
+            if generation_config.is_assistant:  # its guesses are taken back
+                cache.activate_past_recording()
+        if cache is not None:
+            cache.runner = runner_for(
+                self.model,
+                wanted,
+                rows=batch_size * max(generation_config.num_beams, 1),
+                tokens=max_cache_length - cache.get_seq_length(),
+                capacity=max_cache_length,
+            )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("continuous batching (a paged cache) is not supported")
@@ -343,8 +364,8 @@ def check_positions(
     real = torch.ones_like(expected, dtype=torch.bool)
     if rows is not None:
         expected, real = expected - rows.starts[:, None], rows.real
-    found = position_ids.to(given.device).expand(batch, -1)
-    if found.shape != expected.shape or not ((found == expected) | ~real).all():
+    positions = position_ids.to(given.device).expand(batch, -1)
+    if positions.shape != expected.shape or not ((positions == expected) | ~real).all():
         raise ValueError(
             "position_ids other than 0, 1, 2, … are not supported; sequences cannot be packed"
         )

@@ -9,28 +9,23 @@ Shapes: H heads, K head size.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import pickle
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spiralformer.config import ConfigError, SpiralConfig
+from spiralformer.files import new_folder, read_json, write_json
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import (
     WEIGHTS,
     CheckpointError,
+    copy_tokenizer,
     load_weights,
-    read_json,
-    tokenizer_files,
+    write_weights,
 )
 
 MODEL_TYPE = "gpt_neox"
@@ -184,29 +179,29 @@ def from_gpt_neox(folder: str | Path) -> SpiralFormer:
             "`hf download EleutherAI/pythia-160m --local-dir pythia-160m`"
         )
     config = read_config(read_json(folder / "config.json"), folder / "config.json")
-    found = {k: v for k, v in load_any_weights(folder).items() if not BUFFERS.search(k)}
-    if "lm_head.weight" in found:
-        found["embed_out.weight"] = found.pop("lm_head.weight")
-    if config.tie_embeddings and "gpt_neox.embed_in.weight" in found:
-        found["embed_out.weight"] = found["gpt_neox.embed_in.weight"]
+    theirs = {k: v for k, v in load_any_weights(folder).items() if not BUFFERS.search(k)}
+    if "lm_head.weight" in theirs:
+        theirs["embed_out.weight"] = theirs.pop("lm_head.weight")
+    if config.tie_embeddings and "gpt_neox.embed_in.weight" in theirs:
+        theirs["embed_out.weight"] = theirs["gpt_neox.embed_in.weight"]
 
     with torch.device("meta"):
         model = SpiralFormer(config)
     weights = {}
     for name, wanted in model.state_dict().items():
-        theirs = their_name(name)
-        if theirs not in found:
-            raise CheckpointError(f"{folder}: the weights lack {theirs!r}")
-        tensor = found.pop(theirs)
+        original = their_name(name)
+        if original not in theirs:
+            raise CheckpointError(f"{folder}: the weights lack {original!r}")
+        tensor = theirs.pop(original)
         if tensor.shape != wanted.shape:
             raise CheckpointError(
-                f"{folder}: {theirs!r} has the shape {tuple(tensor.shape)}; config.json asks for "
+                f"{folder}: {original!r} has the shape {tuple(tensor.shape)}; config.json asks for "
                 f"{tuple(wanted.shape)}"
             )
         packed = ".attention.qkv." in name
         weights[name] = repack(tensor, config.num_heads, ours=True) if packed else tensor
-    if found:
-        raise CheckpointError(f"{folder}: the weights have an unknown {min(found)!r}")
+    if theirs:
+        raise CheckpointError(f"{folder}: the weights have an unknown {min(theirs)!r}")
     model.load_state_dict(weights, assign=True)
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
@@ -221,48 +216,14 @@ def to_gpt_neox(
     fields["dtype"] = str(model.embedding.weight.dtype).removeprefix("torch.")
     weights = {}
     for name, tensor in model.state_dict().items():
-        tensor = tensor.detach().cpu()
         if ".attention.qkv." in name:
             tensor = repack(tensor, model.config.num_heads, ours=False)
-        weights[their_name(name)] = tensor.contiguous()
+        weights[their_name(name)] = tensor
     if model.config.tie_embeddings:
         del weights["embed_out.weight"]
     with new_folder(folder) as part:
-        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
-        (part / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for source in tokenizer_files(tokenizer) if tokenizer else ():
-            shutil.copyfile(source, part / source.name)
+        write_weights(weights, part)
+        write_json(part / "config.json", fields)
+        if tokenizer:
+            copy_tokenizer(tokenizer, part)
     return Path(folder)
-
-
-# ---------------------------------------------------------------------------- folders
-
-
-@contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A folder to fill. It takes its name when it is complete, and never that of another's work."""
-    folder = Path(folder)
-    part = folder.with_name(f".{folder.name}.part")
-    require_free(folder)
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        if folder.exists():
-            folder.rmdir()
-        part.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error})") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def require_free(folder: str | Path) -> None:
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: exists already; choose another name or remove it first")
-
-
-def tokenizer_of(folder: str | Path) -> Path | None:
-    """The folder itself where it holds a tokenizer, for `save_model` and `to_gpt_neox`."""
-    return Path(folder) if (Path(folder) / "tokenizer.json").is_file() else None

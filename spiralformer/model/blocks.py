@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spiralformer.config import SpiralConfig
-from spiralformer.model.precision import Linear, dot, should_widen
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, (L, R/2) or (B, 1, L, R/2)
 
@@ -26,53 +25,8 @@ class LayerCache(Protocol):
         """Stores the new keys and values and attends to all that the new queries may see."""
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (norm.square() / x.shape[-1] + eps).rsqrt()
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    """x/rms(x)·weight in few passes over x; PyTorch has a fused kernel for GPUs only."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * _inverse_rms(wide, eps) * weight).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # type: ignore[override]
-        x, weight, ctx.eps = inputs
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        grad = grad.to(wide.dtype)
-        scale = _inverse_rms(wide, ctx.eps)  # again, so that this can be differentiated
-        want_x, want_weight, _ = ctx.needs_input_grad
-        grad_x = grad_weight = None
-        if want_x:
-            grad_x = grad * weight
-            along = dot(grad_x, wide)[..., None] * scale**3
-            grad_x = torch.addcmul(grad_x * scale, wide, along, value=-1 / x.shape[-1])
-            grad_x = grad_x.to(x.dtype)
-        if want_weight:
-            grad_weight = (wide * scale * grad).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        return grad_x, grad_weight, None
-
-
-class RMSNorm(nn.RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return super().forward(x)
-        return _FusedRMSNorm.apply(x, self.weight, self.eps)
-
-
 def make_norm(config: SpiralConfig) -> nn.Module:
-    cls = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    cls = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
     return cls(config.hidden_size, eps=config.norm_eps)
 
 
@@ -103,7 +57,7 @@ def pick(x: Tensor, at: Tensor) -> Tensor:
     return x[torch.arange(x.shape[0], device=x.device), at][:, None]
 
 
-def look_up(x: Tensor, at: Tensor) -> Tensor:
+def gather_rows(x: Tensor, at: Tensor) -> Tensor:
     """Entries `at[b]` of each row b: (B, L, D), (B, M) → (B, M, D). Copies whole entries, which
     `gather` does number by number."""
     rows = torch.arange(x.shape[0], device=x.device)[:, None]
@@ -120,11 +74,6 @@ class Attend(nn.Module):
         how: dict[str, Any] = {"attn_mask": mask}
         if mask is None and q.shape[-2] > 1:  # not is_causal=…: a traced comparison is no bool
             how = {"is_causal": True}
-        if should_widen(q) and torch.is_grad_enabled():  # only its backward pass is slow
-            with torch.autocast("cpu", enabled=False):
-                q, k, v = q.float(), k.float(), v.float()
-                y = F.scaled_dot_product_attention(q, k, v, **how)
-            return y.to(torch.bfloat16)
         return F.scaled_dot_product_attention(q, k, v, **how)
 
 
@@ -132,9 +81,9 @@ class Attention(nn.Module):
     def __init__(self, config: SpiralConfig) -> None:
         super().__init__()
         self.heads = config.num_heads
-        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.attend = Attend()
-        self.out = Linear(config.hidden_size, config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
         self, x: Tensor, rope: Rope, cache: LayerCache | None = None, at: Tensor | None = None
@@ -152,8 +101,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: SpiralConfig) -> None:
         super().__init__()
-        self.up = Linear(config.hidden_size, config.intermediate_size)
-        self.down = Linear(config.intermediate_size, config.hidden_size)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spiralformer.model.precision import Linear, computed_in, should_widen
-
 IGNORE = -100
 CHUNK = 1024
 
@@ -71,9 +69,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """Sum over the targets that are not IGNORE, in at least float32."""
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    if type(head) in (nn.Linear, Linear) and head.bias is None:
-        compute = torch.float32 if should_widen(hidden) else computed_in(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
+    if type(head) is nn.Linear and head.bias is None:
+        kind = hidden.device.type
+        autocast = torch.is_autocast_enabled(kind)
+        compute = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+        with torch.autocast(kind, enabled=False):
             return _LinearCrossEntropy.apply(hidden, head.weight, targets, compute)
     # A head that something else has wrapped (an adapter, say): the same, through the module.
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -15,7 +15,6 @@ from spiralformer.config import SpiralConfig
 from spiralformer.model.blocks import MLP, Attention, Stack, make_norm
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
 from spiralformer.model.operators import Scaling, causal_shift
-from spiralformer.model.precision import Linear, used_again
 from spiralformer.model.topology import TOPOLOGY
 
 
@@ -38,11 +37,11 @@ class SpiralFormer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.pre = Stack(config, layout.pre)
         self.cores = nn.ModuleList(Stack(config, layers) for layers in layout.core_stacks)
-        self.scalings = nn.ModuleList(Scaling(config, it) for it in config.iterations)
+        self.scalings = nn.ModuleList(Scaling(config, iteration) for iteration in config.iterations)
         self.topology = TOPOLOGY[config.topology](config)
         self.post = Stack(config, layout.post)
         self.norm = make_norm(config)
-        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.reset_parameters()
@@ -63,13 +62,12 @@ class SpiralFormer(nn.Module):
             )
         v = self.pre(x)
         h, carrier = self.topology.start(x, v)
-        with used_again():
-            for it, scaling in zip(self.config.iterations, self.scalings, strict=True):
-                z = scaling.downscale(h)
-                z = self.core(it.index)(z)
-                u = scaling.upscale(z)
-                u = causal_shift(u, it.shift, length)
-                h, carrier = self.topology.update(u, h, carrier, it.index)
+        for iteration, scaling in zip(self.config.iterations, self.scalings, strict=True):
+            z = scaling.downscale(h)
+            z = self.core(iteration.index)(z)
+            u = scaling.upscale(z, h)
+            u = causal_shift(u, iteration.shift, length)
+            h, carrier = self.topology.update(u, h, carrier, iteration.index)
         return self.norm(self.post(h))
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -1,5 +1,9 @@
 """How the update of an iteration enters the loop state: the operator U and InitTopo.
 
+A topology acts on each token by itself, so the same two methods serve a sequence and a decoded
+token: `start` gives the first state and a carrier, `update` the next ones. A new topology is a
+class here, its name in the table below, and its cost in `spiralformer.costs`.
+
 Shapes: B batch, L length, D width, M memory slots (the paper's B).
 """
 
@@ -12,7 +16,6 @@ from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
 from spiralformer.model.operators import softmax
-from spiralformer.model.precision import Narrow, dot
 
 
 class Replace(nn.Module):
@@ -49,31 +52,6 @@ class Memory(NamedTuple):
     writes: tuple[Tensor, ...]  # B L M each: how much of the update went into which slot
 
 
-class _WeightedSum(torch.autograd.Function):
-    """Σ_k weights[…, k]·terms[k], with fewer passes over the terms on the way back than the
-    products and sums by themselves would take."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weights: Tensor, *terms: Tensor) -> Tensor:
-        first, *rest = weights.split(1, -1)
-        total = first * terms[0]
-        for weight, term in zip(rest, terms[1:], strict=True):
-            total = torch.addcmul(total, weight, term)
-        return total
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:  # type: ignore[override]
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        weights, *terms = ctx.saved_tensors
-        found = torch.stack([dot(grad, term) for term in terms], -1)
-        return found, *(grad * weight for weight in weights.split(1, -1))
-
-
 class MeSH(nn.Module):
     """Eqs. mesh-*: a slot is a sum of weighted updates, so reading one is linear in them:
 
@@ -88,7 +66,7 @@ class MeSH(nn.Module):
         # Router 0 is the transitional one, router t+1 that of iteration t. The first M outputs are
         # the write logits, the last M the read logits.
         self.routers = nn.ModuleList(
-            Narrow(config.hidden_size, 2 * self.slots) for _ in range(config.num_iterations + 1)
+            nn.Linear(config.hidden_size, 2 * self.slots) for _ in range(config.num_iterations + 1)
         )
 
     def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
@@ -102,17 +80,20 @@ class MeSH(nn.Module):
     ) -> tuple[Tensor, Memory]:
         write, read = self.route(router, h)
         memory = Memory(memory.x, (*memory.updates, u), (*memory.writes, write))
-        weights = torch.cat((read[..., :1], *self.coefficients(memory, read)), -1)
-        return _WeightedSum.apply(weights, memory.x, *memory.updates), memory
+        h = read[..., :1] * memory.x
+        for weight, update in zip(self.coefficients(memory, read), memory.updates, strict=True):
+            h = torch.addcmul(h, weight, update)
+        return h, memory
 
     def route(self, router: nn.Module, h: Tensor) -> tuple[Tensor, Tensor]:
         """Write and read weights over the slots, (B, L, M) each."""
-        weights = softmax(router(h).unflatten(-1, (2, self.slots))).to(h.dtype)
-        return weights[..., 0, :], weights[..., 1, :]
+        write, read = softmax(router(h).unflatten(-1, (2, self.slots))).to(h.dtype).unbind(-2)
+        return write, read
 
-    def coefficients(self, memory: Memory, read: Tensor) -> list[Tensor]:
+    def coefficients(self, memory: Memory, read: Tensor) -> tuple[Tensor, ...]:
         """⟨w⁽ᵏ⁾, r⟩ for every update so far, (B, L, 1) each."""
-        return [(write * read).sum(-1, keepdim=True) for write in memory.writes]
+        writes = torch.stack(memory.writes, -1)  # B L M K
+        return (writes * read[..., None]).sum(-2).split(1, -1)
 
 
 TOPOLOGY: dict[str, type[nn.Module]] = {"none": Replace, "anchor": Anchor, "mesh": MeSH}

@@ -136,7 +136,7 @@ def measure_chunks(
             tokens.add(it, ids, alpha)
             found |= {f"alpha/{it.index}/{k}": v for k, v in _profile(alpha).items()}
         if isinstance(scaling.upscale, OutputDependentAllocation):
-            beta = scaling.upscale.allocation(z) / math.sqrt(it.chunk)
+            beta = scaling.upscale.allocation(z, ()) / math.sqrt(it.chunk)
             found |= {f"beta/{it.index}/{k}": v for k, v in _profile(beta).items()}
     return found
 
@@ -244,7 +244,7 @@ class TokenWeights:
 
     def add(self, it: Iteration, ids: Tensor, alpha: Tensor) -> None:
         """α (B, N, G) of the last N complete chunks."""
-        members = to_grid(ids[..., None], it).squeeze(-1)  # B chunks G
+        members = to_grid(ids[..., None], it)[0].squeeze(-1)  # B chunks G
         members = members[:, members.shape[1] - alpha.shape[1] :].flatten().cpu()
         lift = (alpha.double() * it.chunk).flatten().cpu()
         total = self.sums.setdefault(it.index, torch.zeros(self.vocab, dtype=torch.float64))

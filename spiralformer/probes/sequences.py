@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spiralformer.data.prepare import MANIFEST
+from spiralformer.data.shards import MANIFEST
 from spiralformer.data.sources import ReadOptions, find_sources, read_documents
 from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.data.windows import open_split

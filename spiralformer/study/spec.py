@@ -9,20 +9,30 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-import spiralformer
 from spiralformer import presets
 from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
+from spiralformer.files import CONFIGS, read_text
 
-FOLDER = Path(spiralformer.__file__).parent.parent / "configs" / "studies"
+FOLDER = CONFIGS / "studies"
 
 
 # ---------------------------------------------------------------------------- scales
@@ -42,29 +52,24 @@ class Scale:
     lr: float  # the middle of the sweeps
     warmup: float
     valid_tokens: int
-    precision: str = "float32"
+    sweep: float = 1.0  # tokens of a run of a sweep, as a share of `tokens`
+    precision: str = "bfloat16"
 
 
 def _paper(size: str, lr: float) -> Scale:
     sizes = presets.SIZES[size]
+    width, heads, vocabulary = (sizes[k] for k in ("hidden_size", "num_heads", "vocab_size"))
     return Scale(
-        size=size,
-        hidden_size=sizes["hidden_size"],
-        num_heads=sizes["num_heads"],
-        vocab_size=sizes["vocab_size"],
-        length=4096,
-        batch=512,
-        tokens=250_000_000_000,
-        lr=lr,
-        warmup=0.01,
-        valid_tokens=1 << 24,
-        precision="bfloat16",
+        size, width, heads, vocabulary, 4096, 512, 250_000_000_000, lr, 0.01, 1 << 24, 1 / 3
     )
 
 
+BYTES = 320  # 256 and end of text, rounded up
 SCALES: dict[str, Scale] = {
-    "tiny": Scale("nano", 24, 3, 512, 64, 2, 512, 4e-3, 0.05, 256),
-    "nano": Scale("nano", 96, 3, 1024, 512, 4, 245_760, 2e-3, 0.05, 65_536),
+    "tiny": Scale("nano", 24, 3, BYTES, 64, 2, 512, 4e-3, 0.05, 256, 0.5, "float32"),
+    # 400 steps of 8 × 512 bytes, and 1,200 at one and a half times the width
+    "bytes-s": Scale("nano", 128, 4, BYTES, 512, 8, 1_638_400, 3e-3, 0.05, 1 << 16),
+    "bytes-m": Scale("nano", 192, 6, BYTES, 512, 8, 4_915_200, 2e-3, 0.05, 1 << 16, 1 / 4),
     "160m": _paper("160m", 6e-4),
     "410m": _paper("410m", 3e-4),
     "1b": _paper("1b", 3e-4),
@@ -72,23 +77,18 @@ SCALES: dict[str, Scale] = {
 }
 
 
-def scale_named(name: str) -> Scale:
+def scale_named(name: str, budget: str = "") -> Scale:
+    """`budget`: `0.5x` is a multiple of the scale's tokens; `400k`, `3M` or `1e6` are tokens."""
     if name not in SCALES:
         raise UserError(f"unknown scale {name!r}; choose one of {', '.join(SCALES)}")
-    return SCALES[name]
-
-
-def with_budget(scale: Scale, budget: str) -> Scale:
-    """`0.5x` is a multiple of the scale's tokens; `400k`, `3M` or `1e6` are tokens."""
-    found = re.fullmatch(r"([\d.]+(?:e\d+)?)([kMBx]?)", budget)
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if not found or not number > 0:
+    scale = SCALES[name]
+    if not budget:
+        return scale
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([kMBx]?)", budget)
+    if not match or not float(match[1]):
         raise UserError(f"--budget {budget!r}: write tokens (400k, 3M, 1e6) or a multiple (0.5x)")
-    factor = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "x": scale.tokens}[found[2]]
-    tokens = round(number * factor)
+    factor = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "x": scale.tokens}[match[2]]
+    tokens = round(float(match[1]) * factor)
     if tokens < scale.batch * scale.length:
         raise UserError(
             f"--budget {budget!r} is less than one step of {scale.batch} × {scale.length} tokens"
@@ -97,7 +97,6 @@ def with_budget(scale: Scale, budget: str) -> Scale:
 
 
 # ---------------------------------------------------------------------------- families
-
 
 FAMILIES = {
     "baseline": "Baseline (Pythia)",
@@ -130,18 +129,148 @@ def family_config(family: str, scale: Scale, change: str = "") -> SpiralConfig:
         name = preset_name(f"{head}-mesh", scale.size)
         changed = presets.ablated(name, change) if change else presets.PRESETS[name]
         fields = {**changed, "topology": topology}
-    return SpiralConfig(
-        **{
-            **fields,
-            "hidden_size": scale.hidden_size,
-            "num_heads": scale.num_heads,
-            "vocab_size": scale.vocab_size,
-            "max_length": scale.length,
-        }
-    )
+    sizes = {k: getattr(scale, k) for k in ("hidden_size", "num_heads", "vocab_size")}
+    return SpiralConfig(**{**fields, **sizes, "max_length": scale.length})
 
 
-# ---------------------------------------------------------------------------- rows and claims
+# ---------------------------------------------------------------------------- the file
+
+
+def _fraction(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return float(Fraction(value))
+        except (ValueError, ZeroDivisionError):
+            return value  # refused as not a number
+    return value
+
+
+Positive = Annotated[float, BeforeValidator(_fraction), Field(gt=0)]
+Whole = Annotated[int, Field(ge=0)]
+Share = Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1)]
+
+
+def _one_of(names: Iterable[str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"{value!r} is unknown; choose one of {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
+
+
+Family = Annotated[str, _one_of(FAMILIES)]
+
+
+class Fields(BaseModel):
+    """What a file may hold, and no more."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Sweep(Fields):
+    lrs: Annotated[list[Positive], Field(min_length=1)] = [1.0]  # multiples of the scale's
+    extensions: Whole = 0  # how often a best at the edge extends the grid, by 2
+
+
+class Claim(Fields):
+    """Something the paper says, as a comparison of rows by name.
+
+    less: the first has less of `quantity` than the second; alike: they differ by less than
+    `margin`; frontier: the first lies below the second's line, over `against`."""
+
+    says: str
+    source: str
+    less: tuple[str, str] | None = None
+    alike: tuple[str, str] | None = None
+    frontier: tuple[str, str] | None = None
+    quantity: Literal["loss", "flops", "parameters"] = "loss"
+    margin: Annotated[float, Field(ge=0)] = 0.0
+    against: Literal["flops", "parameters"] = "flops"
+    per: Literal["", "budget", "width"] = ""  # a verdict for each value of this axis of the grid
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Claim:
+        if sum(pair is not None for pair in (self.less, self.alike, self.frontier)) != 1:
+            raise ValueError("needs one of less, alike and frontier")
+        return self
+
+    @property
+    def rows(self) -> tuple[str, str]:
+        rows = self.less or self.alike or self.frontier
+        assert rows is not None
+        return rows
+
+
+class RowFields(Fields):
+    family: Family
+    name: str = ""
+    label: str = ""
+    change: Annotated[str, _one_of(presets.ABLATIONS)] = ""  # one of the paper's ablations
+    resolutions: str = ""
+    core: Share | None = None  # of the layers, in the core
+    set: dict[str, Any] = {}  # other fields of the model
+
+    @property
+    def called(self) -> str:
+        return self.name or "-".join(filter(None, (self.family, self.change)))
+
+
+Figure = Literal["families", "recurrence", "scaling", "schedule", "power"]
+
+
+class StudyFile(Fields):
+    title: str
+    about: str = ""
+    figure: Figure = "families"
+    match: Literal["tokens", "flops"] = "tokens"
+    seeds: Annotated[int, Field(ge=1)] = 1
+    reference: str = ""  # the row that others are compared with; default: the first
+    sweep: Sweep = Sweep()
+    rows: list[
+        Annotated[
+            RowFields, BeforeValidator(lambda row: {"family": row} if type(row) is str else row)
+        ]
+    ] = Field(min_length=1)
+    grid: Annotated[dict[Literal["budget", "width"], list[Positive]], Field(max_length=1)] = {}
+    claims: list[Claim] = []
+
+    @model_validator(mode="after")
+    def _names(self) -> StudyFile:
+        names = [row.called for row in self.rows]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"rows: two are called {name!r}; give one of them another name")
+        for name in filter(None, (self.reference, *(n for c in self.claims for n in c.rows))):
+            if name not in names:
+                raise ValueError(f"no row is called {name!r}; the rows are {', '.join(names)}")
+        return self
+
+
+def parse(path: Path) -> StudyFile:
+    try:
+        return StudyFile.model_validate(yaml.safe_load(read_text(path)))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    except ValidationError as error:
+        raise UserError(f"{path}: {_first_mistake(error)}") from None
+
+
+def _first_mistake(error: ValidationError) -> str:
+    first = error.errors()[0]
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
+    place = "".join(steps).removeprefix(".")
+    if first["type"] == "extra_forbidden":
+        models = (StudyFile, RowFields, Claim, Sweep)
+        known = {name for model in models for name in model.model_fields}
+        near = difflib.get_close_matches(str(first["loc"][-1]), sorted(known), 1)
+        return f"unknown field {place!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if first["type"] == "value_error" or isinstance(first["input"], (dict, list)):
+        return f"{place} {first['msg'].removeprefix('Value error, ')}".strip()
+    return f"{place} {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+# ---------------------------------------------------------------------------- rows
 
 
 @dataclass(frozen=True)
@@ -154,8 +283,8 @@ class Row:
     tuned: str  # the family whose sweep its learning rate is from
     lr_factor: float  # base width over its width
     steps: int
-    point: dict[str, float] = field(default_factory=dict)  # its place on the study's grid
-    core: Fraction | None = None  # share of the layers in the core, in a study of it
+    point: Mapping[str, float] = field(default_factory=dict)  # its place on the study's grid
+    core: float | None = None  # share of the layers in the core, in a study of it
     paper: str = ""  # what the paper's tables call it, with {} for the size
 
     @property
@@ -168,277 +297,123 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """Something the paper says, as a comparison of rows by name.
-
-    less: the first has less of `quantity` than the second; alike: they differ by less than
-    `margin`; frontier: the first lies below the line fitted to the second, over `against`."""
-
-    says: str
-    source: str
-    kind: str
-    rows: tuple[str, str]
-    quantity: str = "loss"
-    margin: float = 0.0
-    against: str = "flops"
-    per: str = ""  # a verdict for each value of this axis of the grid, not one over all
-
-
-@dataclass(frozen=True)
-class Sweep:
-    lrs: tuple[float, ...]  # as multiples of the scale's
-    budget: float  # as a multiple of the scale's tokens
-    extensions: int  # how often a best at the edge may extend the grid by a factor of two
-
-
-@dataclass(frozen=True)
 class Study:
+    """A file at a scale."""
+
     name: str
-    title: str
-    about: str
-    figure: str
-    match: str  # tokens or flops
-    seeds: int
-    keep_models: bool
-    reference: str  # the row that others are compared with in the table
-    sweep: Sweep
+    file: StudyFile
+    scale_name: str
     scale: Scale
+    seeds: int
     rows: tuple[Row, ...]
-    claims: tuple[Claim, ...]
-    data: str  # "" is the embedded corpus
 
     @property
     def families(self) -> list[str]:
         """Those whose learning rates are needed."""
         return list(dict.fromkeys(row.tuned for row in self.rows))
 
+    @property
+    def reference(self) -> str:
+        return self.file.reference or self.file.rows[0].called
 
-# ---------------------------------------------------------------------------- reading
+    @property
+    def claims(self) -> list[Claim]:
+        """Those that speak of rows that are there."""
+        names = {row.name for row in self.rows}
+        return [claim for claim in self.file.claims if names.issuperset(claim.rows)]
 
-TOP = (
-    *("title", "about", "figure", "match", "seeds", "keep_models", "reference", "data"),
-    *("sweep", "rows", "grid", "claims"),
-)
-ROW = ("family", "name", "label", "change", "resolutions", "core", "set", "tuned")
-CLAIM = (
-    *("says", "source", "less", "alike", "frontier"),
-    *("quantity", "margin", "against"),
-    "per",
-)
-FIGURES = ("families", "ablation", "recurrence", "scaling", "schedule")
-AXES = ("budget", "width")
-QUANTITIES = ("loss", "flops", "parameters")
-
-
-class _Bad(UserError):
-    pass
+    def at(self, vocab_size: int) -> Study:
+        """The same with models of this vocabulary."""
+        scale = dataclasses.replace(self.scale, vocab_size=vocab_size)
+        rows = {row.id: row for row in _rows(self.file, scale)}
+        return dataclasses.replace(self, scale=scale, rows=tuple(rows[row.id] for row in self.rows))
 
 
 def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load(name: str, scale: Scale, *, seeds: int | None = None, only: str = "") -> Study:
+def load(
+    name: str, scale: str, *, budget: str = "", seeds: int | None = None, only: str = ""
+) -> Study:
     """The study of this name (or file) at a scale."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        if path.parent == FOLDER:
-            raise UserError(
-                f"unknown study {name!r}; choose one of {', '.join(names())}, or a file"
-            )
-        raise UserError(f"{path}: no such file")
+    if path.parent == FOLDER and not path.is_file():
+        raise UserError(f"unknown study {name!r}; choose one of {', '.join(names())}, or a file")
+    sizes, file = scale_named(scale, budget), parse(path)
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
-    try:
-        study = _study(path.stem, fields, scale)
-    except (_Bad, ConfigError) as error:
+        rows = _rows(file, sizes)
+    except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
-    if seeds is not None:
-        if seeds < 1:
-            raise UserError(f"--seeds {seeds}: at least 1 is needed")
-        study = dataclasses.replace(study, seeds=seeds)
-    if only:
-        try:
-            rows = tuple(row for row in study.rows if re.search(only, row.id))
-        except re.error as error:
-            raise UserError(f"--only {only!r}: bad pattern: {error}") from None
-        if not rows:
-            ids = ", ".join(row.id for row in study.rows)
-            raise UserError(f"--only {only!r} matches no row; the rows are {ids}")
-        study = dataclasses.replace(study, rows=rows)
-    return study
-
-
-def _study(name: str, fields: Any, scale: Scale) -> Study:
-    _fields("", fields, TOP)
-    sweep = _fields("sweep", fields.get("sweep", {}), ("lrs", "budget", "extensions"))
-    lrs = sweep.get("lrs", [1])
-    if not isinstance(lrs, list) or not lrs:
-        raise _Bad(f"sweep.lrs {lrs!r} must be a list of multiples of the scale's learning rate")
-    grid = _fields("grid", fields.get("grid", {}), AXES)
-    if len(grid) > 1:
-        raise _Bad("grid: one axis at a time")
-    match = _choice("match", fields.get("match", "tokens"), ("tokens", "flops"))
-    points: list[dict[str, float]] = [{}]
-    for axis, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise _Bad(f"grid.{axis} {values!r} must be a list of multiples")
-        points = [{axis: float(_positive(f"grid.{axis}", value))} for value in values]
-    given = fields.get("rows")
-    if not isinstance(given, list) or not given:
-        raise _Bad("rows must be a list of families, or of mappings with a family")
-    rows = tuple(
-        _row(f"rows[{k}]", row, point, match, scale)
-        for point in points
-        for k, row in enumerate(given)
-    )
-    ids = [row.id for row in rows]
-    for row in ids:
-        if ids.count(row) > 1:
-            raise _Bad(f"rows: two are called {row!r}; give one of them another name")
-    known = list(dict.fromkeys(row.name for row in rows))
-    claims = fields.get("claims", [])
-    if not isinstance(claims, list):
-        raise _Bad("claims must be a list")
-    seeds = fields.get("seeds", 1)
-    if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
-        raise _Bad(f"seeds {seeds!r} must be a whole number of at least 1")
-    return Study(
-        name=name,
-        title=str(fields.get("title", name)),
-        about=str(fields.get("about", "")).strip(),
-        figure=_choice("figure", fields.get("figure", "families"), FIGURES),
-        match=match,
-        seeds=seeds,
-        keep_models=bool(fields.get("keep_models", False)),
-        reference=_choice("reference", fields.get("reference", known[0]), tuple(known)),
-        sweep=Sweep(
-            tuple(sorted(float(_positive("sweep.lrs", lr)) for lr in lrs)),
-            float(_positive("sweep.budget", sweep.get("budget", 1))),
-            int(sweep.get("extensions", 0)),
-        ),
-        scale=scale,
-        rows=rows,
-        claims=tuple(_claim(f"claims[{k}]", claim, known, grid) for k, claim in enumerate(claims)),
-        data=str(fields.get("data", "")),
-    )
-
-
-def _row(place: str, fields: Any, point: dict[str, float], match: str, scale: Scale) -> Row:
-    if isinstance(fields, str):
-        fields = {"family": fields}
-    _fields(place, fields, ROW)
-    family = _choice(f"{place}.family", fields.get("family"), tuple(FAMILIES))
-    change = fields.get("change", "")
-    if change:
-        _choice(f"{place}.change", change, tuple(presets.ABLATIONS))
-    model = family_config(family, scale, change)
-    core = None
-    if "core" in fields:
-        core, model = _with_core(place, model, fields["core"])
-    if "resolutions" in fields:
-        layout = model.parsed_layout
-        text = f"{layout.pre}+{layout.cores[0]}x{{{fields['resolutions']}}}+{layout.post}"
-        model = model.replace(layout=text)
+    if seeds is not None and seeds < 1:
+        raise UserError(f"--seeds {seeds}: at least 1 is needed")
     try:
-        model = model.replace(**fields.get("set", {}))
-    except (ConfigError, TypeError) as error:
-        raise _Bad(f"{place}.set: {error}") from None
-    tuned = _choice(f"{place}.tuned", fields.get("tuned", family), tuple(FAMILIES))
-    width = point.get("width", 1.0)
-    if width != 1:
+        chosen = tuple(row for row in rows if re.search(only, row.id))
+    except re.error as error:
+        raise UserError(f"--only {only!r}: bad pattern: {error}") from None
+    if not chosen:
+        ids = ", ".join(row.id for row in rows)
+        raise UserError(f"--only {only!r} matches no row; the rows are {ids}")
+    return Study(path.stem, file, scale, sizes, seeds or file.seeds, chosen)
+
+
+def _rows(file: StudyFile, scale: Scale) -> list[Row]:
+    points: list[dict[str, float]] = [
+        {axis: value} for axis, values in file.grid.items() for value in values
+    ]
+    rows = []
+    for point in points or [{}]:
+        for k, fields in enumerate(file.rows):
+            try:
+                rows.append(_row(fields, point, file.match, scale))
+            except (ConfigError, TypeError) as error:
+                raise ConfigError(f"rows[{k}] ({fields.called}): {error}") from None
+    return rows
+
+
+def _row(fields: RowFields, point: dict[str, float], match: str, scale: Scale) -> Row:
+    model, core = family_config(fields.family, scale, fields.change), None
+    if fields.core is not None:
+        core, model = _with_core(model, fields.core)
+    if fields.resolutions:
+        layout = model.parsed_layout
+        text = f"{layout.pre}+{layout.cores[0]}x{{{fields.resolutions}}}+{layout.post}"
+        model = model.replace(layout=text)
+    model = model.replace(**fields.set)
+    if (width := point.get("width", 1.0)) != 1:
         heads = max(1, round(model.num_heads * width))
         model = model.replace(hidden_size=heads * model.head_size, num_heads=heads)
     tokens = scale.tokens * point.get("budget", 1.0)
     if match == "flops":  # what the tokens cost the plain baseline
         plain = training_flops_per_token(family_config("baseline", scale), scale.length)
         tokens *= plain / training_flops_per_token(model, scale.length)
-    unchanged = not {"change", "core", "resolutions", "set"} & fields.keys()
-    named = (unchanged or change) and "width" not in point
-    paper = preset_name(family, "{}") if named else ""
+    plain_row = not (fields.core is not None or fields.resolutions or fields.set)
+    paper = preset_name(fields.family, "{}") if plain_row and "width" not in point else ""
     return Row(
-        name=str(fields.get("name") or "-".join(filter(None, (family, change)))),
-        label=str(fields.get("label") or FAMILIES[family]),
+        name=fields.called,
+        label=fields.label or FAMILIES[fields.family],
         model=model,
-        tuned=tuned,
+        tuned=fields.family,
         lr_factor=scale.hidden_size / model.hidden_size,
         steps=max(1, round(tokens / (scale.batch * scale.length))),
         point=point,
         core=core,
-        paper=f"{paper}-{change}" if paper and change else paper,
+        paper=f"{paper}-{fields.change}" if paper and fields.change else paper,
     )
 
 
-def _with_core(place: str, model: SpiralConfig, share: Any) -> tuple[Fraction, SpiralConfig]:
+def _with_core(model: SpiralConfig, share: float) -> tuple[float, SpiralConfig]:
     """The same layers, this share of them in the core, the others before and after alike."""
-    wanted = Fraction(_positive(f"{place}.core", share, zero=True))
     layout = model.parsed_layout
     total = layout.unique_layers
-    if not wanted:
+    if not share:
         if layout.tied:
-            raise _Bad(f"{place}.core 0 needs an untied family such as baseline-mesh")
-        return Fraction(0), model
-    looped = round(wanted * total)
+            raise ConfigError("core 0 needs an untied family such as baseline-mesh")
+        return 0.0, model
+    looped = round(share * total)
     looped += (total - looped) % 2
     if not 0 < looped <= total or not layout.tied or not layout.cores:
-        raise _Bad(f"{place}.core {share} cannot be made of {total} layers of {model.layout}")
+        raise ConfigError(f"core {share:g} cannot be made of {total} layers of {model.layout}")
     around = (total - looped) // 2
     inside = ",".join(map(str, layout.resolutions))
-    return Fraction(looped, total), model.replace(layout=f"{around}+{looped}x{{{inside}}}+{around}")
-
-
-def _claim(place: str, fields: Any, known: list[str], grid: dict[str, Any]) -> Claim:
-    _fields(place, fields, CLAIM)
-    kinds = [kind for kind in ("less", "alike", "frontier") if kind in fields]
-    if len(kinds) != 1 or "says" not in fields or "source" not in fields:
-        raise _Bad(f"{place} needs says, source and one of less, alike and frontier")
-    rows = fields[kinds[0]]
-    if not isinstance(rows, list) or len(rows) != 2:
-        raise _Bad(f"{place}.{kinds[0]} {rows!r} must be two rows")
-    for row in rows:
-        _choice(f"{place}.{kinds[0]}", row, tuple(known))
-    per = fields.get("per", "")
-    if per:
-        _choice(f"{place}.per", per, tuple(grid))
-    return Claim(
-        says=str(fields["says"]),
-        source=str(fields["source"]),
-        kind=kinds[0],
-        rows=(rows[0], rows[1]),
-        quantity=_choice(f"{place}.quantity", fields.get("quantity", "loss"), QUANTITIES),
-        margin=float(_positive(f"{place}.margin", fields.get("margin", 0), zero=True)),
-        against=_choice(f"{place}.against", fields.get("against", "flops"), QUANTITIES[1:]),
-        per=per,
-    )
-
-
-def _fields(place: str, given: Any, known: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise _Bad(f"{place or 'the file'} must be a mapping of fields")
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise _Bad(f"unknown field {f'{place}.{name}' if place else name!r}; {hint}")
-    return given
-
-
-def _choice(place: str, value: Any, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise _Bad(f"{place} {value!r} is unknown; choose one of {', '.join(choices)}")
-    return value
-
-
-def _positive(place: str, value: Any, zero: bool = False) -> Fraction:
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        number = Fraction(str(value))
-        if number < 0 or (not number and not zero):
-            raise ValueError
-    except (ValueError, ZeroDivisionError):
-        kind = "a number of at least 0" if zero else "a positive number"
-        raise _Bad(f"{place} {value!r} must be {kind}, such as 1/3") from None
-    return number
+    return looped / total, model.replace(layout=f"{around}+{looped}x{{{inside}}}+{around}")

@@ -1,0 +1,429 @@
+"""The runs of a study: calls of `train`, which is locked, resumable and idempotent by itself.
+
+    CACHE/data/CORPUS    token shards
+    CACHE/CORPUS/RUN     the folder of a run, named after what the study chose for it
+
+Studies share a cache: a run that another study has finished is read, not made again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
+
+from spiralformer.accounting import training_flops_per_token
+from spiralformer.config import SpiralConfig
+from spiralformer.console import Progress, count, duration, say
+from spiralformer.errors import UserError
+from spiralformer.files import read_json
+from spiralformer.study import spec
+from spiralformer.study.corpus import Corpus, open_corpus, tokens_are_bytes
+from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
+from spiralformer.study.spec import Row, Study
+from spiralformer.train import TrainConfig, read_metrics
+
+FORKS = multiprocessing.get_context("forkserver")
+STARTUP = 3.0  # seconds of a run that are not training: its process, its model, its files
+GUESSED_RATE = 60e9  # FLOP/s of a model that is too large to try
+POINTS = 8  # validations of a run
+
+
+# ---------------------------------------------------------------------------- one run
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is given to `train`, and what it is called in progress lines."""
+
+    label: str
+    config: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out)
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "result.json").is_file()
+
+    @property
+    def flops(self) -> float:
+        """Training, and validations, each a third of it for a token."""
+        config = self.config
+        checks = math.ceil(config.steps / config.valid.every)
+        tokens = config.steps * config.batch * config.length + checks * config.valid.tokens / 3
+        return tokens * training_flops_per_token(config.model, config.length)
+
+    def carry_out(self) -> dict[str, Any]:
+        """The contents of result.json, trained for where it is not there, by us or by another
+        study."""
+        from spiralformer.train import train
+
+        result = train(self.config, quiet=True, wait=True).record
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of no use any more
+        return result
+
+    def record(self) -> RunRecord:
+        """Of a finished run."""
+        result, metrics = self.carry_out(), read_metrics(self.folder / "metrics.jsonl")
+        record = RunRecord.of(result, metrics)
+        if record.bits_per_byte is None and tokens_are_bytes(self.config.data.path):
+            return record.model_copy(update={"bits_per_byte": record.loss / math.log(2)})
+        return record
+
+    def last_line(self) -> dict[str, Any] | None:
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        return next((line for line in reversed(lines) if line["kind"] == "train"), None)
+
+
+# ---------------------------------------------------------------------------- many runs
+
+
+class Child(NamedTuple):
+    run: Run
+    process: BaseProcess
+    reasons: Connection  # gives why it failed
+
+
+@dataclass
+class RunPool:
+    """Carries out runs, `jobs` side by side, each in a process and with its share of the cores."""
+
+    jobs: int = 1
+    quiet: bool = False
+    failures: dict[Path, str] = field(default_factory=dict)  # by folder
+
+    def run(
+        self, runs: Sequence[Run], label: str, after: Callable[[], object] = lambda: None
+    ) -> None:
+        """All that are not finished; `after` each. One that fails is noted, and others go on."""
+        due = list({run.folder: run for run in runs if not run.finished}.values())
+        if not due:
+            return
+        total, over = sum(run.flops for run in due) / 1e12, list[Run]()
+        with Progress(label, total, "TFLOP", shown=not self.quiet) as progress:
+            for ended, active in self._carried_out(due):
+                if ended is not None:
+                    over.append(ended)
+                    progress.say(f"{ended.label}: {self._outcome(ended)}")
+                    after()
+                done = sum(run.flops for run in over)
+                notes = [f"{len(over)}/{count(len(due), 'run')}"]
+                for run in active:
+                    if line := run.last_line():
+                        done += run.flops * line["step"] / run.config.steps
+                        notes.append(f"{run.label} {line['loss'] or math.nan:.3f}")
+                progress.update(done / 1e12, "  ".join(notes))
+
+    def _outcome(self, run: Run) -> str:
+        if run.folder in self.failures:
+            return f"failed: {self.failures[run.folder]}"
+        return f"loss {read_json(run.folder / 'result.json')['valid']['loss']:.4f}"
+
+    def _carried_out(self, due: Sequence[Run]) -> Iterator[tuple[Run | None, list[Run]]]:
+        """The run that has come to an end, or None every second, and those that are under way."""
+        FORKS.set_forkserver_preload(["spiralformer.train.loop"])
+        waiting, active = deque(due), list[Child]()
+        try:
+            while waiting or active:
+                while waiting and len(active) < self.jobs:
+                    active.append(self._start(waiting.popleft()))
+                wait([child.process.sentinel for child in active], timeout=1)
+                ended = next((child for child in active if not child.process.is_alive()), None)
+                if ended is not None:
+                    active.remove(ended)
+                    self._note(ended)
+                yield ended and ended.run, [child.run for child in active]
+        finally:
+            if active:
+                say("stopping: the runs finish their steps and save")
+            for child in active:
+                child.process.terminate()
+            for child in active:
+                child.process.join()
+
+    def _start(self, run: Run) -> Child:
+        reasons, told = FORKS.Pipe(duplex=False)
+        threads = max(1, (os.cpu_count() or 1) // self.jobs)
+        process = FORKS.Process(target=_child, args=(run, threads, told))
+        process.start()
+        told.close()
+        return Child(run, process, reasons)
+
+    def _note(self, ended: Child) -> None:
+        self.failures.pop(ended.run.folder, None)
+        if not ended.run.finished:
+            reason = f"its process ended with code {ended.process.exitcode}"
+            with contextlib.suppress(EOFError):  # it did not live to tell
+                reason = ended.reasons.recv()
+            self.failures[ended.run.folder] = " ".join(reason.split())
+        ended.reasons.close()
+
+
+def _child(run: Run, threads: int, reasons: Connection) -> None:
+    """Ctrl-C reaches the parent alone, which then asks for an end in good order."""
+    import torch
+
+    from spiralformer.train import Interrupted
+
+    os.setpgrp()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        run.carry_out()
+    except Interrupted as stop:
+        sys.exit(128 + stop.signal)
+    except Exception as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        reasons.send(f"{kind}{error}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)  # the trainer saves first
+
+
+# ---------------------------------------------------------------------------- a study's runs
+
+
+@dataclass
+class StudyRuns:
+    """Rows and sweeps as runs on one corpus."""
+
+    study: Study
+    corpus: Corpus
+    cache: Path
+    pool: RunPool
+
+    @classmethod
+    def of(
+        cls, study: Study, cache: Path, pool: RunPool, *, folder: str = "", file: str = ""
+    ) -> StudyRuns:
+        corpus = open_corpus(folder, file, cache)
+        return cls(study.at(corpus.vocab_size or study.scale.vocab_size), corpus, cache, pool)
+
+    def run(self, name: str, model: SpiralConfig, steps: int, lr: float, seed: int) -> Run:
+        scale, every = self.study.scale, max(1, steps // POINTS)
+        lr = float(f"{lr:.4g}")
+        title = f"{name}-d{model.hidden_size}-{steps}x{scale.batch}x{scale.length}"
+        folder = f"{quote(title, safe=',+')}-lr{lr:g}-seed{seed}"
+        config = TrainConfig.from_dict(
+            {
+                "model": model.to_dict(),
+                "data": {"path": self.corpus.train, "valid": self.corpus.valid},
+                "out": str(self.cache / self.corpus.name / folder),
+                "length": scale.length,
+                "batch": scale.batch,
+                "steps": steps,
+                "seed": seed,
+                "precision": scale.precision,
+                "optim": {"lr": lr, "warmup": scale.warmup},
+                "valid": {"every": every, "tokens": scale.valid_tokens},
+                "save": {"every": 0, "minutes": 2, "keep": 1},
+                "sample": {"tokens": 0},
+                "log": {"every": max(1, every // 5), "tensorboard": False},
+            }
+        )
+        return Run(f"{name}, lr {lr:g}, seed {seed}", config)
+
+    def sweep_run(self, family: str, lr: float) -> Run:
+        scale = self.study.scale
+        steps = max(1, round(scale.tokens * scale.sweep / (scale.batch * scale.length)))
+        return self.run(family, spec.family_config(family, scale), steps, lr, seed=0)
+
+    def row_run(self, row: Row, lr: float, seed: int) -> Run:
+        return self.run(row.name, row.model, row.steps, lr * row.lr_factor, seed)
+
+    # ------------------------------------------------------------------ sweeps
+
+    def grid(self) -> list[float]:
+        return sorted(self.study.scale.lr * factor for factor in self.study.file.sweep.lrs)
+
+    def swept(self, family: str) -> SweepRecord:
+        """The sweep as far as it has come, extensions included."""
+        rates, losses = self.grid(), dict[float, float | None]()
+        while rates:
+            for lr in rates:
+                run = self.sweep_run(family, lr)
+                if run.finished:
+                    losses[lr] = run.carry_out()["valid"]["loss"]
+                elif run.folder in self.pool.failures:
+                    losses[lr] = None
+                else:
+                    return SweepRecord(tried=sorted(losses.items()))
+            rates = self.extension(SweepRecord(tried=sorted(losses.items())))
+        return SweepRecord(tried=sorted(losses.items()))
+
+    def extension(self, sweep: SweepRecord) -> list[float]:
+        """The rate to try beyond these, where the best lies at an edge and the study allows it."""
+        rates, allowed = [lr for lr, _ in sweep.tried], self.study.file.sweep.extensions
+        if sweep.chosen is None or sweep.bracketed or len(rates) - len(self.grid()) >= allowed:
+            return []
+        return [2 * sweep.chosen if sweep.chosen == max(rates) else sweep.chosen / 2]
+
+    def sweep(self) -> None:
+        families = self.study.families
+        first = [self.sweep_run(family, lr) for family in families for lr in self.grid()]
+        self.pool.run(first, "sweeps")
+        for _ in range(self.study.file.sweep.extensions):
+            more = {family: self.extension(self.swept(family)) for family in families}
+            runs = [self.sweep_run(family, lr) for family in more for lr in more[family]]
+            self.pool.run(runs, "sweeps, beyond their edges")
+
+    # ------------------------------------------------------------------ rows
+
+    def rows(self, sweeps: dict[str, SweepRecord]) -> Iterator[tuple[Row, Run]]:
+        """Seed by seed, so that an unfinished study has whole ones."""
+        for seed in range(self.study.seeds):
+            for row in self.study.rows:
+                if (lr := sweeps[row.tuned].chosen) is not None:
+                    yield row, self.row_run(row, lr, seed)
+
+    def conduct(self, after: Callable[[], object] = lambda: None) -> None:
+        """Carries out what is missing; `after` is called each time that a row has one run more."""
+        self.sweep()
+        sweeps = {family: self.swept(family) for family in self.study.families}
+        self.pool.run([run for _, run in self.rows(sweeps)], self.study.name, after)
+
+    def records(self) -> Records:
+        """Of what is finished."""
+        study, scale = self.study, self.study.scale
+        sweeps = {family: self.swept(family) for family in study.families}
+        runs: dict[str, list[RunRecord]] = {row.id: [] for row in study.rows}
+        failures: dict[str, dict[int, str]] = {row.id: {} for row in study.rows}
+        for row in study.rows:
+            if sweeps[row.tuned].chosen is None:
+                failures[row.id][0] = f"no learning rate: no sweep of {row.tuned} is finished"
+        for row, run in self.rows(sweeps):
+            if run.finished:
+                runs[row.id].append(run.record())
+            elif reason := self.pool.failures.get(run.folder):
+                failures[row.id][run.config.seed] = reason
+        made = Records(
+            study=study.name,
+            title=study.file.title,
+            about=study.file.about.strip(),
+            setting=self.setting(),
+            machine=machine(),
+            figure=study.file.figure,
+            match=study.file.match,
+            reference=study.reference,
+            seeds=study.seeds,
+            rows=[
+                RowRecord(
+                    name=row.name,
+                    id=row.id,
+                    label=row.label,
+                    family=row.tuned,
+                    point=dict(row.point),
+                    core=row.core,
+                    paper=row.paper,
+                    runs=runs[row.id],
+                    failures=failures[row.id],
+                    **RowRecord.counts(row.model, scale.length),
+                )
+                for row in study.rows
+            ],
+            sweeps=sweeps,
+            claims=study.claims,
+        )
+        check_matched(made)
+        return made
+
+    def setting(self) -> str:
+        study, scale = self.study, self.study.scale
+        matched = "tokens" if study.file.match == "tokens" else "training FLOPs"
+        what = "bytes" if scale.vocab_size == spec.BYTES else "tokens"
+        return (
+            f"Scale {study.scale_name} on {self.corpus.name}: width {scale.hidden_size}, context "
+            f"{scale.length}, {scale.tokens:,} {what} a run in batches of {scale.batch}, "
+            f"{scale.precision}; {count(study.seeds, 'seed')}. Rows are matched by {matched}, by "
+            "the order of the data and by the validation text."
+        )
+
+    # ------------------------------------------------------------------ before it starts
+
+    def plan(self) -> tuple[list[Run], list[Run]]:
+        """All runs that are foreseen, and those of them that are to be made. Where a sweep is not
+        finished its middle stands for the rate that it will give."""
+        sweeps = {family: self.swept(family) for family in self.study.families}
+        middle = SweepRecord(tried=[(self.study.scale.lr, 0.0)])
+        known = {f: s if len(s.tried) >= len(self.grid()) else middle for f, s in sweeps.items()}
+        runs = [self.sweep_run(f, lr) for f in self.study.families for lr in self.grid()]
+        runs += [run for _, run in self.rows(known)]
+        runs = list({run.folder: run for run in runs}.values())
+        return runs, [run for run in runs if not run.finished]
+
+    def estimate(self, due: Sequence[Run]) -> float:
+        """Seconds, starting included, at the speed of runs in the cache or of a short trial."""
+        if not due:
+            return 0.0
+        results = [read_json(p) for p in (self.cache / self.corpus.name).glob("*/result.json")]
+        rates = [result["flops_per_second"] for result in results if result["steps"] > 50]
+        rate = float(np.median(rates)) if rates else _tried_rate(due[0].config, self.pool.jobs)
+        work = sum(run.flops / rate + STARTUP for run in due)
+        longest = max(run.flops / rate + STARTUP for run in due)
+        return max(work / self.pool.jobs, longest) + STARTUP
+
+    def announce(self) -> None:
+        study, (runs, due) = self.study, self.plan()
+        say(f"{study.file.title}. {self.setting()}")
+        say(
+            f"{len(due)} of {count(len(runs), 'run')} to do, "
+            f"{sum(run.flops for run in due):.3g} FLOPs: about {duration(self.estimate(due))} "
+            f"with {count(self.pool.jobs, 'run')} at a time; where a sweep's best lies at "
+            "its edge, more"
+        )
+
+
+def _tried_rate(config: TrainConfig, jobs: int) -> float:
+    """FLOP/s of a run that has its share of the cores: of two sequences of its model."""
+    import torch
+
+    from spiralformer.model import SpiralFormer
+
+    if config.model.hidden_size > 1024:
+        return GUESSED_RATE
+    length, threads = min(config.length, 512), torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    try:
+        model, ids = SpiralFormer(config.model), torch.zeros(2, length, dtype=torch.long)
+        best = math.inf
+        for _ in range(3):
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bfloat16"):
+                loss = model(ids, ids)
+            loss.backward()
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * length * training_flops_per_token(config.model, length) / best
+
+
+def machine() -> str:
+    """CPU and cores, as the system calls them."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    return f"{name}, {count(os.cpu_count() or 1, 'core')}"
