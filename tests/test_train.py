@@ -173,7 +173,7 @@ def test_a_tiny_model_overfits_a_tiny_text(small, tmp_path):
     )
     assert result.record["train_loss"] < 0.05
     assert result.valid_loss < 0.05
-    assert result.bits_per_byte < 0.1
+    assert result.record["valid"]["bits_per_byte"] < 0.1
 
 
 def test_a_global_batch_weighs_every_token_alike(small, tmp_path, data):
@@ -486,6 +486,10 @@ def test_a_truncated_shard_is_named_and_the_run_stays_as_it_was(small, data, tmp
         train(config, quiet=True)
     shard.write_bytes(whole)
     assert train(config, quiet=True).record["steps"] == 12
+    shard = shard.with_name("valid-00000.bin")
+    shard.write_bytes(shard.read_bytes()[:-10])  # training data do not stand in for it
+    with pytest.raises(UserError, match=r"valid-00000.bin: truncated"):
+        train(small(data__valid=str(tmp_path / "copy")), resume="never", quiet=True)
 
 
 # ---------------------------------------------------------------------------- non-finite steps

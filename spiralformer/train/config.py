@@ -55,10 +55,6 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _text(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
 def _list(value: Any) -> Any:
     return value.strip("()[] ").split(",") if isinstance(value, str) else value
 
@@ -81,7 +77,7 @@ def _model(value: Any) -> SpiralConfig:
     try:
         if not isinstance(value, Mapping):
             value = {"preset": value}
-        fields = dict(value)
+        fields = {str(name): entry for name, entry in value.items()}
         preset = fields.pop("preset", None)
         text = [f"{name}={entry}" for name, entry in fields.items() if isinstance(entry, str)]
         fields |= presets.parse_settings(text)
@@ -98,7 +94,9 @@ Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_number)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[
+    str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)
+]
 Model = Annotated[
     SpiralConfig, PlainValidator(_model), PlainSerializer(lambda model: model.to_dict())
 ]
@@ -302,7 +300,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         fields = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read ({reason})") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not a mapping of fields")
     return fields

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
-import lzma
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 from spiralformer.console import duration, si
 from spiralformer.errors import UserError
 from spiralformer.files import digest, write_text
+from spiralformer.train.config import TrainConfig
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
@@ -76,15 +75,15 @@ def tensorboard(folder: Path, step: int) -> Iterator[Sink]:
 
 
 @contextlib.contextmanager
-def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Iterator[Sink]:
-    place = folder.resolve()
+def weights_and_biases(config: TrainConfig, folder: Path) -> Iterator[Sink]:
+    project, place = config.log.wandb, folder.resolve()
     run = import_wandb(project).init(
         project=project,
         name=place.name,
         id=digest(str(place).encode()),  # so that it goes on with the run
         resume="allow",
         dir=str(place),
-        config=config,
+        config=config.to_dict(),
     )
     try:
         yield lambda record: run.log(_numbers(record), step=record["step"])
@@ -188,14 +187,3 @@ def draw_losses(records: list[Record], path: Path, title: str) -> None:
         axes.set(xlabel="tokens", ylabel="loss, nats per token", title=title)
         axes.grid(alpha=0.3)
         plots.save(figure, path)
-
-
-def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
-    """What general compressors make of the same text."""
-    if not text:
-        return {}
-    sizes = {
-        "gzip -9": len(gzip.compress(text, 9)),
-        "xz -9": len(lzma.compress(text, preset=9)),
-    }
-    return {name: 8 * size / len(text) for name, size in sizes.items()}

@@ -18,9 +18,9 @@ from spiralformer.train.run import Run
 def look_at(run: Run) -> None:
     """Validation and samples, where they are due."""
     plan, config, step = run.plan, run.plan.config, run.state.step
-    if run.corpus.valid is not None and plan.due(step, plan.valid_every):
+    if plan.corpus.valid is not None and plan.due(step, plan.valid_every):
         run.progress.say(log.valid_line(run.record("valid", **validate(run))))
-    wanted = run.corpus.tokenizer is not None and config.sample.tokens > 0
+    wanted = plan.corpus.tokenizer is not None and config.sample.tokens > 0
     if wanted and plan.due(step, config.sample.every or plan.valid_every):
         texts = sample(run)
         run.record("sample", texts=texts)
@@ -32,9 +32,9 @@ def look_at(run: Run) -> None:
 def validate(run: Run) -> Record:
     """Over the first `valid.tokens` targets of the validation split, in windows of the training
     length. Bits per byte take the split's mean bytes per token."""
-    plan, processes, data = run.plan, run.plan.processes, run.corpus.valid
+    plan, processes, data = run.plan, run.plan.processes, run.plan.corpus.valid
     assert data is not None
-    assert run.corpus.valid_split is not None
+    assert plan.corpus.valid_split is not None
     windows = min(len(data), math.ceil(plan.config.valid.tokens / data.length) or len(data))
     batches = data.in_order(plan.micro_batch, windows)
     total, count = 0.0, 0
@@ -48,7 +48,7 @@ def validate(run: Run) -> Record:
             total, count = total + loss.item() * targets, count + targets
     run.model.train()
     total, count = processes.sum(torch.tensor([total, count], dtype=torch.float64)).tolist()
-    mean, per_token = total / count, run.corpus.valid_split.bytes_per_token
+    mean, per_token = total / count, plan.corpus.valid_split.bytes_per_token
     return {
         "valid_loss": mean,
         "perplexity": math.exp(mean) if mean < 700 else math.inf,
@@ -59,7 +59,7 @@ def validate(run: Run) -> Record:
 
 def sample(run: Run) -> list[str]:
     """The prompts with their continuations, on the main process."""
-    tokenizer, settings = run.corpus.tokenizer, run.plan.config.sample
+    tokenizer, settings = run.plan.corpus.tokenizer, run.plan.config.sample
     model = whole_model(run.model, run.plan.processes)
     if model is None or tokenizer is None:
         return []

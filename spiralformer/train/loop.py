@@ -17,7 +17,7 @@ from spiralformer.train.distributed import Processes, accumulating, start_proces
 from spiralformer.train.log import Sink
 from spiralformer.train.look import look_at
 from spiralformer.train.optim import learning_rate, update
-from spiralformer.train.plan import Corpus, RunPlan, choose_precision
+from spiralformer.train.plan import Corpus, RunPlan
 from spiralformer.train.run import Earlier, Run, RunFolder, TrainResult, open_run
 
 Resume = Literal["auto", "must", "never"]
@@ -70,19 +70,14 @@ def _train(
                 if resume == "must" and earlier.identity is None:
                     raise UserError(f"{folder.checkpoints}: no checkpoint to resume from")
         earlier = processes.from_main(earlier)
-        precision = processes.from_main(
-            choose_precision(config.precision, processes.device, earlier.identity)
-        )
         with processes.together():
-            plan = RunPlan.of(config, corpus, processes, precision, earlier.identity)
+            plan = RunPlan.of(config, corpus, processes, earlier.identity)
         if earlier.result:
             progress.say(f"{folder.path} is finished ({plan.steps:,} steps): nothing to do")
             return TrainResult(folder.path, earlier.result, again=True)
-        for line in plan.describe(corpus):
+        for line in plan.describe():
             progress.say(line)
-        if resume == "never" and processes.main:
-            folder.clear()
-        with open_run(folder, plan, corpus, earlier.checkpoint, progress, watch) as run:
+        with open_run(folder, plan, earlier.checkpoint, progress, watch) as run:
             while run.state.step < plan.steps:
                 take_step(run)
                 look_at(run)
@@ -94,7 +89,7 @@ def take_step(run: Run) -> None:
     state, plan, optim = run.state, run.plan, run.plan.config.optim
     started = time.perf_counter()
     lr = learning_rate(state.step, plan.steps, optim)
-    targets = run.corpus.train.targets_in(plan.samples(state.step))
+    targets = plan.corpus.train.targets_in(plan.samples(state.step))
     loss = forward_and_backward(run, targets)
     norm = update(run.optimizer, lr, optim.clip, loss)
     state.advance(loss, norm, targets, time.perf_counter() - started)
@@ -113,7 +108,7 @@ def forward_and_backward(run: Run, targets: int) -> float:
     plan, processes = run.plan, run.plan.processes
     with processes.together():
         batches = list(
-            run.corpus.train.micro_batches(
+            plan.corpus.train.micro_batches(
                 run.state.step,
                 global_batch=plan.config.batch,
                 micro_batch=plan.micro_batch,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gzip
+import lzma
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +15,12 @@ import torch
 
 from spiralformer.accounting import parameters, training_flops_per_token
 from spiralformer.console import count
+from spiralformer.data.shards import MANIFEST, read_manifest
 from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
 from spiralformer.data.windows import Split, TokenDataset, open_split, read_texts
 from spiralformer.errors import UserError
 from spiralformer.train import log
-from spiralformer.train.config import TrainConfig, default_of
+from spiralformer.train.config import Data, TrainConfig, default_of
 from spiralformer.train.distributed import Processes, bfloat16_is_fast
 
 Identity = dict[str, Any]  # two runs with the same one learn the same
@@ -38,11 +41,8 @@ class Corpus:
     @classmethod
     def open(cls, config: TrainConfig) -> Corpus:
         data, vocab = config.data, config.model.vocab_size
-        train, valid = open_split(data.path, "train", holdout=data.holdout), None
-        if not data.valid:
-            valid = open_split(data.path, "valid", holdout=data.holdout)
-        elif data.valid != "none":
-            valid = _open_valid(data.valid)
+        train = open_split(data.path, "train", holdout=data.holdout)
+        valid = None if data.valid == "none" else _open_valid(data)
         if train.vocab_size is not None and train.vocab_size > vocab:
             raise UserError(
                 f"model.vocab_size {vocab} is too small: the tokenizer of {data.path} has "
@@ -62,16 +62,21 @@ class Corpus:
         size = self.valid_split.text_bytes if self.valid_split else None
         if config.data.valid or not size or size > COMPRESSED_TEXT:
             return {}
-        texts = read_texts(config.data.path, "valid")
-        return log.compressed_bits_per_byte(b"".join(text.encode() for text in texts))
+        text = "".join(read_texts(config.data.path, "valid")).encode()
+        sizes = {
+            "gzip -9": len(gzip.compress(text, 9)),
+            "xz -9": len(lzma.compress(text, preset=9)),
+        }
+        return {name: 8 * size / len(text) for name, size in sizes.items()}
 
 
-def _open_valid(path: str) -> Split:
-    """The validation split of a folder that has one, else all of it."""
-    try:
-        return open_split(path, "valid")
-    except UserError:
-        return open_split(path, "train")
+def _open_valid(data: Data) -> Split:
+    """A folder of its own serves with its validation split if it has one, else with all of it."""
+    if not data.valid:
+        return open_split(data.path, "valid", holdout=data.holdout)
+    prepared = (Path(data.valid) / MANIFEST).is_file()
+    has_split = prepared and read_manifest(Path(data.valid))["splits"]["valid"]["tokens"]
+    return open_split(data.valid, "valid" if has_split else "train")
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class RunPlan:
     """What follows from a recipe, its data and the processes at hand."""
 
     config: TrainConfig
+    corpus: Corpus
     processes: Processes
     steps: int
     micro_batch: int
@@ -87,14 +93,10 @@ class RunPlan:
 
     @classmethod
     def of(
-        cls,
-        config: TrainConfig,
-        corpus: Corpus,
-        processes: Processes,
-        precision: str,
-        stored: Identity | None,
+        cls, config: TrainConfig, corpus: Corpus, processes: Processes, stored: Identity | None
     ) -> RunPlan:
         """Refused where it cannot be carried out, or is not the run that the folder has stored."""
+        precision = processes.from_main(_precision(config.precision, processes.device, stored))
         if config.log.wandb:
             log.import_wandb(config.log.wandb)
         tokens = config.tokens or math.ceil(config.epochs * corpus.train_split.tokens)
@@ -110,12 +112,7 @@ class RunPlan:
         if stored is not None:
             _refuse_another(config.out, stored, identity)
         micro_batch = _micro_batch(config, processes.world)
-        return cls(config, processes, steps, micro_batch, precision, identity)
-
-    @property
-    def micro_batch_count(self) -> int:
-        """Of a step, on each process."""
-        return self.config.batch // (self.micro_batch * self.processes.world)
+        return cls(config, corpus, processes, steps, micro_batch, precision, identity)
 
     @property
     def valid_every(self) -> int:
@@ -133,31 +130,32 @@ class RunPlan:
         """The numbers of the sequences of a global batch."""
         return range(step * self.config.batch, (step + 1) * self.config.batch)
 
-    def describe(self, corpus: Corpus) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         config, world, device = self.config, self.processes.world, self.processes.device
-        counts, valid = parameters(config.model), corpus.valid_split
+        counts = parameters(config.model)
+        data, valid = self.corpus.train_split.tokens, self.corpus.valid_split
         tokens = self.steps * config.batch * config.length
         yield (
             f"model: {config.model.layout} {config.model.topology}, {counts.total:,} parameters "
             f"({counts.non_embedding:,} without embeddings)"
         )
-        yield f"data: {config.data.path}, {corpus.train_split.tokens:,} tokens" + (
+        yield f"data: {config.data.path}, {data:,} tokens" + (
             f" and {valid.tokens:,} for validation" if valid else ", no validation"
         )
         yield (
             f"plan: {count(self.steps, 'step')} of {config.batch} × {config.length} tokens, "
-            f"{tokens:,} in all ({tokens / corpus.train_split.tokens:.2f} epochs)"
+            f"{tokens:,} in all ({tokens / data:.2f} epochs)"
         )
         yield (
             f"run: {config.out}, {self.precision}, {device}, "
             + (f"{world} processes ({config.parallel})" if world > 1 else "1 process")
-            + f", micro-batches of {self.micro_batch} × {self.micro_batch_count}"
+            + f", micro-batches of {self.micro_batch}"
         )
         if self.precision == "bfloat16" and not bfloat16_is_fast(device):
             yield "note: bfloat16 is slower than float32 on this device, so this will take longer"
 
 
-def choose_precision(asked: str, device: torch.device, stored: Identity | None) -> str:
+def _precision(asked: str, device: torch.device, stored: Identity | None) -> str:
     """With `auto`, a run goes on as it began."""
     if asked != "auto":
         return asked
@@ -167,7 +165,7 @@ def choose_precision(asked: str, device: torch.device, stored: Identity | None) 
 
 
 def _micro_batch(config: TrainConfig, world: int) -> int:
-    share = config.batch // world
+    share = max(1, config.batch // world)
     sizes = range(LARGEST_MICRO_BATCH, 0, -1)
     micro_batch = config.micro_batch or next(size for size in sizes if share % size == 0)
     if config.batch % (world * micro_batch):

@@ -37,10 +37,11 @@ from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
 from spiralformer.train import log
 from spiralformer.train.checkpoint import Checkpoints, TrainState, newest_whole, read_state
+from spiralformer.train.config import TrainConfig
 from spiralformer.train.distributed import SharedError, parallelize, whole_model
 from spiralformer.train.log import Record, Sink
 from spiralformer.train.optim import make_optimizer
-from spiralformer.train.plan import Corpus, Identity, RunPlan
+from spiralformer.train.plan import Identity, RunPlan
 
 # ---------------------------------------------------------------------------- the folder
 
@@ -95,14 +96,6 @@ class TrainResult:
     def valid_loss(self) -> float | None:
         return self.record["valid"]["loss"]
 
-    @property
-    def perplexity(self) -> float | None:
-        return self.record["valid"]["perplexity"]
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        return self.record["valid"]["bits_per_byte"]
-
     def metrics(self) -> list[Record]:
         return log.read_metrics(RunFolder(self.folder).metrics)
 
@@ -132,7 +125,6 @@ class Run:
 
     folder: RunFolder
     plan: RunPlan
-    corpus: Corpus
     model: nn.Module  # as this process trains it
     optimizer: torch.optim.Optimizer
     checkpoints: Checkpoints
@@ -184,7 +176,7 @@ class Run:
             return
         first = state.step - state.skipped_in_a_row  # steps finished before it
         samples = plan.samples(first)
-        windows = [self.corpus.train.window_of(sample) for sample in samples]
+        windows = [plan.corpus.train.window_of(sample) for sample in samples]
         shown = ", ".join(map(str, windows[:8])) + (", …" if len(windows) > 8 else "")
         raise SharedError(
             f"loss or gradient was not finite in {state.skipped_in_a_row} steps in a row, first in "
@@ -207,7 +199,7 @@ class Run:
         records = log.read_metrics(folder.metrics)
         last = {record["kind"]: record for record in records}
         valid, texts = last.get("valid", {}), last.get("sample", {}).get("texts", [])
-        counts, tokenizer, ends = parameters(config.model), self.corpus.tokenizer, {}
+        counts, tokenizer, ends = parameters(config.model), plan.corpus.tokenizer, {}
         if tokenizer is not None:
             ends = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
         save_model(model, folder.model, tokenizer=config.data.path if tokenizer else None, **ends)
@@ -229,7 +221,7 @@ class Run:
                 "bits_per_byte": valid.get("bits_per_byte"),
                 "tokens": valid.get("valid_tokens"),
             },
-            "compressors": self.corpus.compressors(config),
+            "compressors": plan.corpus.compressors(config),
             "skipped": state.skipped,
             "seconds": state.seconds,
             "tokens_per_second": speed,
@@ -248,49 +240,54 @@ class Run:
 def open_run(
     folder: RunFolder,
     plan: RunPlan,
-    corpus: Corpus,
     checkpoint: Path | None,
     progress: Progress,
     watch: Sink | None,
 ) -> Iterator[Run]:
     """The model and the optimiser as the checkpoint has them, or as they begin."""
-    config, processes, device = plan.config, plan.processes, plan.processes.device
+    config, processes = plan.config, plan.processes
+    model = parallelize(_initial_model(config, processes.device), config.parallel, processes)
+    optimizer = make_optimizer(model, config.optim)
+    checkpoints = Checkpoints(folder.checkpoints, config.save.keep, processes)
+    state = TrainState()
+    if checkpoint is not None:
+        progress.say(f"resuming from {checkpoint}")
+        checkpoints.load(checkpoint, model, optimizer)
+        stored = read_state(checkpoint)
+        state = TrainState.from_dict(stored)
+        if stored["code"] != code_version():
+            progress.say(f"note: it was written by {stored['code']}")
+    progress.start(plan.steps, state.step)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        torch.manual_seed(config.seed)
-        model = SpiralFormer(config.model).to(device).train()
-        model.set_checkpointing(config.checkpointing)
-        if config.compile:
-            for layers in model.stacks():
-                for block in layers.blocks:
-                    block.compile()  # in place, so that names and hooks stay what they are
-        trained = parallelize(model, config.parallel, processes)
-        optimizer = make_optimizer(trained, config.optim)
-        checkpoints = Checkpoints(folder.checkpoints, config.save.keep, processes)
-        state = TrainState()
-        if checkpoint is not None:
-            checkpoints.load(checkpoint, trained, optimizer)
-            stored = read_state(checkpoint)
-            state = TrainState.from_dict(stored)
-            progress.say(f"resuming from {checkpoint}")
-            if stored["code"] != code_version():
-                progress.say(f"note: it was written by {stored['code']}")
-        progress.start(plan.steps, state.step)
         signals = stack.enter_context(Signals(progress.say))
-        run = Run(folder, plan, corpus, trained, optimizer, checkpoints, state, progress, signals)
+        run = Run(folder, plan, model, optimizer, checkpoints, state, progress, signals)
         with processes.together(), files.writing(folder.path):
             if processes.main:
+                if checkpoint is None:
+                    folder.clear()
                 files.write_json(folder.config, config.to_dict())
-                places = [log.metrics_file(folder.metrics, state.step)]
+                run.sinks = [stack.enter_context(log.metrics_file(folder.metrics, state.step))]
                 if config.log.tensorboard:
-                    places.append(log.tensorboard(folder.tensorboard, state.step))
+                    board = log.tensorboard(folder.tensorboard, state.step)
+                    run.sinks.append(stack.enter_context(board))
                 if config.log.wandb:
-                    fields = config.to_dict()
-                    places.append(log.weights_and_biases(config.log.wandb, folder.path, fields))
-                run.sinks = [stack.enter_context(place) for place in places]
+                    project = log.weights_and_biases(config, folder.path)
+                    run.sinks.append(stack.enter_context(project))
                 if watch is not None:
                     run.sinks.append(watch)
         yield run
+
+
+def _initial_model(config: TrainConfig, device: torch.device) -> SpiralFormer:
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(config.seed)
+        model = SpiralFormer(config.model).to(device).train()
+    model.set_checkpointing(config.checkpointing)
+    if config.compile:
+        for layers in model.stacks():
+            for block in layers.blocks:
+                block.compile()  # in place, so that names and hooks stay what they are
+    return model
 
 
 @functools.cache
