@@ -543,7 +543,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(small, poison, monkeyp
 
 def test_too_many_such_steps_stop_the_run_and_say_where(small, poison):
     poison(*range(13, 100))  # from step 7 on
-    config = small(log__every=1, nonfinite_limit=3)
+    config = small(log__every=5, nonfinite_limit=3)
     with pytest.raises(UserError) as error:
         train(config, quiet=True)
     message = str(error.value)

@@ -96,8 +96,8 @@ def take_step(run: Run) -> None:
     if plan.due(state.step, plan.config.log.every):
         record = run.record("train", lr=lr, **state.line(plan.flops_per_token))
         run.progress.note = log.train_note(record)
-        run.stop_if_diverged()
     run.progress.update(state.step)
+    run.stop_if_diverged()
 
 
 def forward_and_backward(run: Run, targets: int) -> float:
@@ -107,15 +107,7 @@ def forward_and_backward(run: Run, targets: int) -> float:
     divided among processes."""
     plan, processes = run.plan, run.plan.processes
     with processes.together():
-        batches = list(
-            plan.corpus.train.micro_batches(
-                run.state.step,
-                global_batch=plan.config.batch,
-                micro_batch=plan.micro_batch,
-                rank=processes.rank,
-                world=processes.world,
-            )
-        )
+        batches = plan.micro_batches(run.state.step)
     total = torch.zeros((), device=processes.device)
     for m, (ids, wanted) in enumerate(batches, 1):
         share = int((wanted != IGNORED).sum()) / targets

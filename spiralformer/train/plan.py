@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spiralformer.accounting import parameters, training_flops_per_token
 from spiralformer.console import count
@@ -129,6 +130,18 @@ class RunPlan:
     def samples(self, step: int) -> range:
         """The numbers of the sequences of a global batch."""
         return range(step * self.config.batch, (step + 1) * self.config.batch)
+
+    def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets [B, L] that this process sees of a step."""
+        return list(
+            self.corpus.train.micro_batches(
+                step,
+                global_batch=self.config.batch,
+                micro_batch=self.micro_batch,
+                rank=self.processes.rank,
+                world=self.processes.world,
+            )
+        )
 
     def describe(self) -> Iterator[str]:
         config, world, device = self.config, self.processes.world, self.processes.device
