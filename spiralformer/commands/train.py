@@ -75,16 +75,10 @@ def run(args: argparse.Namespace) -> int:
     if main:
         if result.record["samples"]:
             print(log.sample_lines(result.record["samples"]) + "\n")
-        folder = RunFolder(result.folder)
-        places = {
-            "model": folder.model,
-            "losses": folder.losses,
-            "metrics": folder.metrics,
-            "TensorBoard": folder.tensorboard,
-            "samples": folder.samples,
-            "result": folder.result,
-        }
-        written = [(name, str(path)) for name, path in places.items() if path.exists()]
-        for name, text in log.summary(result.record) + written:
+        for name, text in log.summary(result.record):
             print(f"{name:<15}  {text}")
+        for name in ("model", "losses", "metrics", "tensorboard", "samples", "result"):
+            path = getattr(RunFolder(result.folder), name)
+            if path.exists():
+                print(f"{name:<15}  {path}")
     return 0

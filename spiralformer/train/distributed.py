@@ -44,29 +44,17 @@ class Processes:
             dist.all_reduce(value)
         return value
 
-    def any(self, *flags: bool) -> list[bool]:
-        """Each flag: whether it is set on any process. Host to host: no device waits for it."""
-        if self.world == 1:
-            return list(flags)
-        seen = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(seen, dist.ReduceOp.MAX)
-        return [bool(flag) for flag in seen]
-
-    def from_main(self, value):
-        """The main process's value, on all."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, device=torch.device("cpu"))
-        return box[0]
-
     def gather(self, value) -> list:
-        """Every process's value, on all."""
+        """Every process's value, on all. From host to host: no device waits for it."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
         dist.all_gather_object(values, value)
         return values
+
+    def from_main(self, value):
+        """The main process's value, on all."""
+        return self.gather(value)[0]
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -79,8 +67,8 @@ class Processes:
             if self.world == 1:
                 raise
             problem = str(error)
-        if any(self.any(problem is not None)):
-            raise SharedError(next(filter(None, self.gather(problem))))
+        for known in filter(None, self.gather(problem)):
+            raise SharedError(known)
 
 
 class SharedError(UserError):

@@ -154,20 +154,20 @@ class Run:
         """A checkpoint if one is due; if someone asked for an end, that too."""
         plan, step, settings = self.plan, self.state.step, self.plan.config.save
         late = 0 < 60 * settings.minutes < time.monotonic() - self.saved_at
-        stops, late = plan.processes.any(self.signals.received != 0, late)
-        due = late or (settings.every and step % settings.every == 0)
+        every = plan.processes.gather((self.signals.received, late))
+        stopped_by = max(number for number, _ in every)
+        due = any(late for _, late in every) or plan.due(step, settings.every)
         last = step == plan.steps
-        if not (stops or last or (due and not self.state.skipped_in_a_row)):
+        if not (stopped_by or last or (due and not self.state.skipped_in_a_row)):
             return
         state = {"run": plan.identity, "code": code_version(), **dataclasses.asdict(self.state)}
         path = self.checkpoints.save(self.model, self.optimizer, state)
         self.saved_at = time.monotonic()
-        if stops and not last:
-            number = self.signals.received or signal.SIGTERM
+        if stopped_by and not last:
             raise Interrupted(
-                f"stopped by {signal.Signals(number).name} after step {step:,} of "
+                f"stopped by {signal.Signals(stopped_by).name} after step {step:,} of "
                 f"{plan.steps:,}, saved as {path}; the same command goes on from there",
-                number,
+                stopped_by,
             )
 
     def stop_if_diverged(self) -> None:
