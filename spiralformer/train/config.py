@@ -8,13 +8,12 @@ import contextlib
 import dataclasses
 import difflib
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,6 +21,8 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -30,8 +31,6 @@ from spiralformer import presets
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.files import read_text
 from spiralformer.train.optim import OPTIMIZERS, SCHEDULES
-
-FILES = (".yaml", ".yml", ".json")
 
 # These fields and groups say how a run is carried out and looked at; it may be taken up again with
 # others. All the rest decide what is learned. Where the data lie is not one of those: what the data
@@ -61,15 +60,6 @@ def _list(value: Any) -> Any:
 
 def _one(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
-
-
-def _entry_of(registry: Mapping[str, Any]) -> Callable[[str], str]:
-    def check(name: str) -> str:
-        if name not in registry:
-            raise ValueError(f"unknown; choose one of {', '.join(registry)}")
-        return name
-
-    return check
 
 
 def _model(value: Any) -> SpiralConfig:
@@ -124,10 +114,8 @@ class Data(Group):
 class Optim(Group):
     """The optimiser and its schedule. The defaults are the paper's."""
 
-    name: Annotated[str, AfterValidator(_entry_of(OPTIMIZERS))] = _field(
-        "adamw", f"optimiser: {', '.join(OPTIMIZERS)}"
-    )
-    schedule: Annotated[str, AfterValidator(_entry_of(SCHEDULES))] = _field(
+    name: str = _field("adamw", f"optimiser: {', '.join(OPTIMIZERS)}")
+    schedule: str = _field(
         "cosine", f"how the learning rate falls after its peak: {', '.join(SCHEDULES)}"
     )
     lr: Number = _field(6e-4, "peak learning rate (the paper: 6e-4 at 160M)", gt=0)
@@ -139,6 +127,14 @@ class Optim(Group):
     warmup: Share = _field(0.01, "share of the steps with a rising learning rate")
     final: Share = _field(0.1, "share of the peak that the schedule falls to")
     clip: Number = _field(1.0, "largest norm of the gradient; 0: any", ge=0)
+
+    @field_validator("name", "schedule")
+    @classmethod
+    def _is_registered(cls, name: str, info: ValidationInfo) -> str:
+        registry = OPTIMIZERS if info.field_name == "name" else SCHEDULES
+        if name not in registry:
+            raise ValueError(f"unknown; choose one of {', '.join(registry)}")
+        return name
 
 
 class Valid(Group):
@@ -237,7 +233,7 @@ class TrainConfig(Group):
     def load(cls, source: str | Path, settings: Iterable[str] = ()) -> TrainConfig:
         """What the command line means: a file or a preset's name, and overrides a.b=value."""
         name, fields = str(source), dict[str, Any](model=str(source))
-        if name.endswith(FILES):
+        if name.endswith((".yaml", ".yml", ".json")):
             name, fields = Path(source).stem, _read(Path(source))
         changes = {}
         for setting in settings:
@@ -278,14 +274,11 @@ def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         *groups, name = path.split(".")
         inner = fields
         for group in groups:
-            inner[group] = _as_group(inner.get(group, {}))
+            value = inner.get(group, {})
+            inner[group] = dict(value) if isinstance(value, Mapping) else {"preset": value}
             inner = inner[group]
         inner[name] = changes[path]
     return fields
-
-
-def _as_group(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {"preset": value}
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
