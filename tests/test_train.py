@@ -588,11 +588,12 @@ def test_weights_and_biases_when_installed_and_asked(small, monkeypatch):
         train(small(log__wandb="spirals"), resume="never", quiet=True)
 
 
-def test_it_leaves_nothing_behind_in_the_process_and_is_quiet(small, capfd):
+def test_it_takes_and_leaves_nothing_in_the_process_and_is_quiet(small, whole, capfd):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    train(small(), quiet=True)
+    result = train(small(), quiet=True)
+    assert_same_run(whole, result.folder)  # whatever the random state of the process
     assert torch.equal(torch.get_rng_state(), state)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert not torch.distributed.is_initialized()
