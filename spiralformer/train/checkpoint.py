@@ -26,12 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from spiralformer.errors import UserError
 from spiralformer.files import digest, new_folder, read_json, write_json
@@ -110,7 +105,8 @@ class Checkpoints:
             part = self.processes.from_main(part)
             own: dict[str, Any] = {}
             with self._attempt(final), _alone():
-                dcp.save(_tensors(model, optimizer), checkpoint_id=part)
+                weights, moments = get_state_dict(model, optimizer)
+                dcp.save({"model": weights, "optimizer": moments["state"]}, checkpoint_id=part)
                 own = {path.name: _describe(path) for path in part.glob(f"__{rank}_*.distcp")}
             described = self.processes.gather(own)
             with self._attempt(final):
@@ -127,17 +123,14 @@ class Checkpoints:
         return final
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        tensors = _tensors(model, optimizer)
+        """The optimiser's settings are not the checkpoint's but the configuration's."""
+        weights, moments = get_state_dict(model, optimizer)
         try:
             with _alone():
-                dcp.load(tensors, checkpoint_id=path)
+                dcp.load({"model": weights, "optimizer": moments["state"]}, checkpoint_id=path)
         except CheckpointException as error:
             raise UserError(f"{path}: cannot be loaded: {_reason(error)}") from None
-        set_model_state_dict(model, tensors["model"])
-        groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-        set_optimizer_state_dict(
-            model, optimizer, {"state": tensors["optimizer"], "param_groups": groups}
-        )
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     def note(self) -> str:
         """For messages of what went wrong."""
@@ -205,14 +198,6 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     return read_json(checkpoint / STATE)
-
-
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything but `state.json`. The optimiser's settings are the configuration's."""
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
-    }
 
 
 @contextlib.contextmanager
