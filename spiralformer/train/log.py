@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,19 +170,19 @@ def draw_losses(records: list[Record], path: Path, title: str) -> None:
     """Loss against tokens, on training and validation data."""
     from spiralformer import plots
 
-    curves = {
-        "training": ("train", "loss", plots.BLUE, "-"),
-        "validation": ("valid", "valid_loss", plots.ORANGE, "o-"),
-    }
+    curves = (
+        ("training", "train", "loss", plots.BLUE, "-"),
+        ("validation", "valid", "valid_loss", plots.ORANGE, "o-"),
+    )
     with plots.style():
         figure = plots.new_figure(6, 3.6)
         axes = figure.add_subplot()
-        for label, (kind, key, color, line) in curves.items():
-            shown = [r for r in records if r["kind"] == kind and math.isfinite(r[key] or math.nan)]
-            tokens, losses = [r["tokens"] for r in shown], [r[key] for r in shown]
-            if shown:
-                axes.plot(tokens, losses, line, lw=1, ms=3, color=color, label=label)
-                axes.legend()
+        for label, kind, key, color, line in curves:
+            # A loss is None where all steps were skipped: a gap.
+            points = [(each["tokens"], each[key]) for each in records if each["kind"] == kind]
+            if points:
+                axes.plot(*zip(*points, strict=True), line, lw=1, ms=3, color=color, label=label)
+        axes.legend()
         axes.set(xlabel="tokens", ylabel="loss, nats per token", title=title)
         axes.grid(alpha=0.3)
         plots.save(figure, path)
