@@ -8,6 +8,7 @@ from torch import nn
 
 from spiralformer import SpiralConfig, SpiralFormer, costs, reference
 from spiralformer.config import allow_shifts_that_leak_the_future
+from spiralformer.model.blocks import attend_in_blocks
 from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
 from tests.strategies import VOCAB, build, configs, tokens
 
@@ -116,6 +117,21 @@ def test_shares_of_a_chunk_seen_member_by_member_are_those_of_the_whole(name, of
             state = operator.start((2,), h)
     one_by_one = torch.cat(updates, 1)[:, iteration.offset :]
     torch.testing.assert_close(one_by_one, operator(z, h), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [2, 5, 128, 129, 300])
+def test_attention_in_blocks_is_attention(length):
+    q, k, v = torch.randn(3, 2, 3, length, 8, dtype=torch.float64).requires_grad_().unbind(0)
+    plain = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    blocks = attend_in_blocks(q, k, v)
+    torch.testing.assert_close(blocks, plain)
+    weights = torch.randn_like(plain)
+    for one, other in zip(*(grads(x, weights, (q, k, v)) for x in (plain, blocks)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def grads(x, weights, inputs):
+    return torch.autograd.grad(x, inputs, weights, retain_graph=True)
 
 
 def test_rows_of_a_batch_are_independent():

@@ -5,6 +5,7 @@ Shapes: B batch, L length, D width, H heads, K head size, R rotated dimensions o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -64,6 +65,25 @@ def gather_rows(x: Tensor, at: Tensor) -> Tensor:
     return F.embedding(rows * x.shape[1] + at, x.flatten(0, 1))
 
 
+def trains_in_blocks(q: Tensor) -> bool:
+    """Whether plain products are the fastest way to a gradient: PyTorch's fused kernel has a slow
+    backward pass on CPUs, but keeps no weights, which grow with the square of the length."""
+    on_host = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    return on_host and q.requires_grad and 1 < q.shape[-2] <= 1024
+
+
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, size: int = 128) -> Tensor:
+    """Causal attention, B H L K. A block of queries is multiplied by the keys up to its end."""
+    rows, out = q.shape[:2], []
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    for start in range(0, q.shape[1], size):
+        end = min(start + size, q.shape[1])
+        future = q.new_full((end - start, end), -math.inf).triu(start + 1)
+        scores = torch.baddbmm(future, q[:, start:end], k[:, :end].mT, alpha=q.shape[-1] ** -0.5)
+        out.append(scores.softmax(-1) @ v[:, :end])
+    return torch.cat(out, 1).unflatten(0, rows)
+
+
 class Attend(nn.Module):
     """softmax(q·kᵀ/√K)·v. A module of its own so that a probe can hook what was really attended.
 
@@ -71,6 +91,8 @@ class Attend(nn.Module):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None and trains_in_blocks(q):
+            return attend_in_blocks(q, k, v)
         how: dict[str, Any] = {"attn_mask": mask}
         if mask is None and q.shape[-2] > 1:  # not is_causal=…: a traced comparison is no bool
             how = {"is_causal": True}
