@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from spiralformer.data.prepare import Recipe, prepare
-from spiralformer.data.sources import find_sources
+from spiralformer.data.windows import TokenDataset, open_split
 from spiralformer.train import TrainConfig, train
 from tests.training import (
-    SMALL,
     assert_close_weights,
     checkpoints,
     in_processes,
+    make_data,
     repeatable,
-    write_text,
+    tiny,
 )
 
 KINDS = ("ddp", "fsdp")
@@ -26,19 +27,13 @@ KINDS = ("ddp", "fsdp")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    source = write_text(folder / "text.jsonl")
-    prepare(find_sources([str(source)]), folder / "bytes", Recipe(bytes=True, valid_fraction=0.2))
-    return folder / "bytes"
+    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
 def make(data, tmp_path_factory):
     def config(**changes) -> TrainConfig:
-        out = tmp_path_factory.mktemp("out") / "run"
-        fields = {**SMALL, "data": {"path": str(data)}, "out": str(out), "micro_batch": 1}
-        config = TrainConfig.from_dict(fields)
-        return config.override({name.replace("__", "."): v for name, v in changes.items()})
+        return tiny(data, tmp_path_factory.mktemp("out") / "run", **{"micro_batch": 1, **changes})
 
     return config
 
@@ -134,12 +129,33 @@ def test_an_error_of_one_process_ends_all(make):
     assert all("optim.lr: 0.01 there, 1.0 here" in error for error in errors)
 
 
-def test_a_full_disk_ends_all(make):
-    config = make(parallel="fsdp")
-    codes, errors = in_processes(config, 2, file_limit=20_000)
+@pytest.mark.parametrize(
+    ("limit", "file", "changes"),
+    [
+        (20_000, "step-00000004: the checkpoint", {}),
+        (3_000, "metrics.jsonl:", {"log__every": 1, "save__every": 0, "steps": 40}),
+    ],
+    ids=["checkpoint", "metrics"],
+)
+def test_a_full_disk_ends_all(make, limit, file, changes):
+    config = make(parallel="fsdp", **changes)
+    codes, errors = in_processes(config, 2, file_limit=limit)
     assert codes == [2, 2]
-    assert all("cannot be written: File too large" in error for error in errors)
-    assert checkpoints(config) == []
+    assert all(f"{file} cannot be written: File too large" in error for error in errors)
+    assert not (Path(config.out) / "checkpoints").exists() or checkpoints(config) == []
+
+
+def test_a_token_that_one_process_cannot_read_ends_all(make, data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    config = make(data__path=str(tmp_path / "data"), batch=2)
+    stream = open_split(data).stream
+    window = TokenDataset(stream, config.length, config.seed).window_of(1)  # the other has 0
+    shard = np.memmap(tmp_path / "data" / "train-00000.bin", np.uint16, "r+")
+    shard[window * config.length + 5] = 9999
+    shard.flush()
+    codes, errors = in_processes(config, 2)
+    assert codes == [2, 2]
+    assert all("the data has token 9999" in error for error in errors)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecor
 from spiralformer.study.run import Run, RunPool, StudyRuns
 from spiralformer.study.spec import SCALES, Claim
 from spiralformer.study.stats import NO_VERDICT, NOT_SEEN, SEEN, UNDECIDED
-from spiralformer.train.run import Corpus
+from spiralformer.train.plan import Corpus
 
 STUDY = {
     "title": "Two families",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from spiralformer.data.prepare import Recipe, prepare
+from spiralformer.data.sources import find_sources
 from spiralformer.errors import UserError
 from spiralformer.model_folder import load_model
 from spiralformer.train import Interrupted, TrainConfig, read_metrics, train
@@ -50,6 +52,19 @@ def write_text(path: Path, documents: int = 40) -> Path:
     return path
 
 
+def make_data(folder: Path, documents: int = 40) -> Path:
+    """A folder of byte tokens, with a last window that is not full."""
+    source = write_text(folder / "text.jsonl", documents)
+    prepare(find_sources([str(source)]), folder / "bytes", Recipe(bytes=True, valid_fraction=0.2))
+    return folder / "bytes"
+
+
+def tiny(data: Path, out: Path, /, **changes) -> TrainConfig:
+    """A run of a second."""
+    config = TrainConfig.from_dict({**SMALL, "data": {"path": str(data)}, "out": str(out)})
+    return config.override({name.replace("__", "."): value for name, value in changes.items()})
+
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.training"])
 
@@ -57,8 +72,8 @@ FORKS.set_forkserver_preload(["tests.training"])
 def in_processes(config: TrainConfig, world: int = 1, **orders) -> tuple[list[int], list[str]]:
     """Runs `train` in processes of their own; gives their exit codes and what they ended with.
 
-    `orders`: kill_at and with_signal (each sends itself this signal when that step is logged),
-    file_limit (bytes of the largest file that they can write)."""
+    `orders`: kill_at and with_signal (each sends itself this signal at the first record of that
+    step), file_limit (bytes of the largest file that they can write)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,7 +106,7 @@ def _train(told, fields: dict, rank: int, world: int, port: int, orders: dict) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     def watch(record):
-        if record["step"] == orders.get("kill_at") and record["kind"] == "train":
+        if record["step"] == orders.get("kill_at"):
             os.kill(os.getpid(), orders["with_signal"])
 
     try:

@@ -43,15 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    source = args.config if args.config in PRESETS else packaged_config(args.config)
-    config = TrainConfig.load(source, args.settings)
+    main = os.environ.get("RANK", "0") == "0"
+    try:
+        source = args.config if args.config in PRESETS else packaged_config(args.config)
+        config = TrainConfig.load(source, args.settings)
+    except UserError:
+        if main:
+            raise
+        return 2  # the main process says it
     if args.show:
-        print(config.to_yaml(), end="")
+        print(config.to_yaml() if main else "", end="")
         return 0
 
     from spiralformer.train import Interrupted, RunFolder, log, train
+    from spiralformer.train.distributed import SharedError
 
-    main = os.environ.get("RANK", "0") == "0"
     try:
         result = train(
             config,
@@ -62,23 +68,17 @@ def run(args: argparse.Namespace) -> int:
         if main:
             print(f"spiralformer train: {stop}", file=sys.stderr)
         return 128 + stop.signal
-    except UserError:
+    except SharedError:
         if main:
             raise
-        return 2  # the main process has said it
+        return 2
     if main:
         if result.record["samples"]:
             print(log.sample_lines(result.record["samples"]) + "\n")
-        folder = RunFolder(result.folder)
-        places = {
-            "model": folder.model,
-            "losses": folder.losses,
-            "metrics": folder.metrics,
-            "TensorBoard": folder.tensorboard,
-            "samples": folder.samples,
-            "result": folder.result,
-        }
-        written = [(name, str(path)) for name, path in places.items() if path.exists()]
-        for name, text in log.summary(result.record) + written:
+        for name, text in log.summary(result.record):
             print(f"{name:<15}  {text}")
+        for name in ("model", "losses", "metrics", "tensorboard", "samples", "result"):
+            path = getattr(RunFolder(result.folder), name)
+            if path.exists():
+                print(f"{name:<15}  {path}")
     return 0

@@ -5,35 +5,86 @@
     step-…/files.json             sizes and checksums of all these
 
 They load on any number of processes. A checkpoint takes its name when it is complete and checked.
+There is no random state: nothing is drawn between the initial weights and the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import re
 import shutil
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from spiralformer.errors import UserError
 from spiralformer.files import digest, new_folder, read_json, write_json
 from spiralformer.train.distributed import Processes
 
-STATE, FILES, METADATA = "state.json", "files.json", ".metadata"
+STATE, FILES = "state.json", "files.json"
+
+
+@dataclass
+class TrainState:
+    """Where a run stands: what a checkpoint holds beside tensors. The learning rate and the data of
+    a step follow from the number of finished steps."""
+
+    step: int = 0
+    tokens: int = 0  # targets trained on
+    seconds: float = 0.0  # spent in steps
+    skipped: int = 0  # steps without an update, their loss or gradient not being finite
+    skipped_in_a_row: int = 0
+    # Since the last line of metrics.jsonl:
+    line_tokens: int = 0
+    line_seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> TrainState:
+        """From what `state.json` has, of this and else."""
+        return cls(**{each.name: fields[each.name] for each in dataclasses.fields(cls)})
+
+    def advance(self, loss: float, norm: float, targets: int, seconds: float) -> None:
+        """By a step."""
+        self.step += 1
+        self.tokens += targets
+        self.seconds += seconds
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            self.losses.append(loss)
+            self.norms.append(norm)
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+
+    def line(self, flops_per_token: float) -> dict[str, Any]:
+        """What metrics.jsonl says of the steps since its last line; skipped ones have no loss."""
+        seconds, tokens = self.seconds - self.line_seconds, self.tokens - self.line_tokens
+        speed = tokens / seconds if seconds else 0.0
+        mean = lambda values: math.fsum(values) / len(values) if values else None
+        line = {
+            "loss": mean(self.losses),
+            "grad_norm": mean(self.norms),
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+            "tokens_per_second": speed,
+            "flops_per_second": speed * flops_per_token,
+        }
+        self.line_seconds, self.line_tokens = self.seconds, self.tokens
+        self.losses, self.norms = [], []
+        return line
 
 
 @dataclass(frozen=True)
@@ -52,22 +103,19 @@ class Checkpoints:
                 if main:
                     part = unnamed.enter_context(new_folder(final, replace=True))
             part = self.processes.from_main(part)
-            with self._attempt(final), _alone():
-                dcp.save(
-                    _tensors(model, optimizer, self.processes),
-                    storage_writer=FileSystemWriter(part),
-                    no_dist=self.processes.world == 1,
-                )
             own: dict[str, Any] = {}
-            with self._attempt(final):
+            with self._attempt(final), _alone():
+                weights, moments = get_state_dict(model, optimizer)
+                dcp.save({"model": weights, "optimizer": moments["state"]}, checkpoint_id=part)
                 own = {path.name: _describe(path) for path in part.glob(f"__{rank}_*.distcp")}
             described = self.processes.gather(own)
             with self._attempt(final):
                 if main:
                     write_json(part / STATE, state)
-                    files = {name: about for each in described for name, about in each.items()}
-                    files |= {name: _describe(part / name) for name in (METADATA, STATE)}
-                    write_json(part / FILES, files)
+                    described.append(
+                        {name: _describe(part / name) for name in (".metadata", STATE)}
+                    )
+                    write_json(part / FILES, dict(ChainMap(*described)))
                     if problem := fault(part, checksums=False):
                         raise RuntimeError(problem)
                     unnamed.close()  # it takes its name
@@ -75,26 +123,14 @@ class Checkpoints:
         return final
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        reader = FileSystemReader(path)
-        stored = reader.read_metadata().state_dict_metadata
-        tensors = _tensors(model, optimizer, self.processes)
-        # Another number of processes: those that are new keep the random state they have.
-        tensors["rng"] = {k: v for k, v in tensors["rng"].items() if f"rng.{k}" in stored}
+        """The optimiser's settings are not the checkpoint's but the configuration's."""
+        weights, moments = get_state_dict(model, optimizer)
         try:
             with _alone():
-                dcp.load(tensors, storage_reader=reader, no_dist=self.processes.world == 1)
+                dcp.load({"model": weights, "optimizer": moments["state"]}, checkpoint_id=path)
         except CheckpointException as error:
             raise UserError(f"{path}: cannot be loaded: {_reason(error)}") from None
-        set_model_state_dict(model, tensors["model"])
-        groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-        set_optimizer_state_dict(
-            model, optimizer, {"state": tensors["optimizer"], "param_groups": groups}
-        )
-        for name, value in tensors["rng"].items():
-            if name.startswith("cuda"):
-                torch.cuda.set_rng_state(value, self.processes.device)
-            else:
-                torch.set_rng_state(value)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     def note(self) -> str:
         """For messages of what went wrong."""
@@ -152,9 +188,6 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
                 return f"{name} has {size:,} bytes in place of {expected['size']:,}"
             if checksums and digest(checkpoint / name) != expected["sha256"][:16]:
                 return f"the checksum of {name} differs"
-        for item in FileSystemReader(checkpoint).read_metadata().storage_data.values():
-            if item.offset + item.length > files[item.relative_path]["size"]:
-                return f"{item.relative_path} is shorter than {METADATA} says"
         read_state(checkpoint)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -165,20 +198,6 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     return read_json(checkpoint / STATE)
-
-
-def _tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, processes: Processes
-) -> dict[str, Any]:
-    """Everything but `state.json`. The optimiser's settings are the configuration's."""
-    rng = {f"cpu{processes.rank}": torch.get_rng_state()}
-    if processes.device.type == "cuda":
-        rng[f"cuda{processes.rank}"] = torch.cuda.get_rng_state(processes.device)
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer)["state"],
-        "rng": rng,
-    }
 
 
 @contextlib.contextmanager
@@ -194,8 +213,6 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-        return reason if len(error.failures) == 1 and rank == 0 else f"{reason} (process {rank})"
+    if isinstance(error, CheckpointException):  # one for all processes that failed
+        error, _ = next(iter(error.failures.values()))
     return getattr(error, "strerror", None) or str(error).splitlines()[0]

@@ -1,22 +1,19 @@
 """The recipe of a training run: frozen, validated, from a file, a preset and overrides.
 
-A field either decides what is learned (the model, the data, the optimiser, …) or only how the run
-is carried out and looked at. A run may be taken up again with other fields of the second kind."""
+Pydantic checks the fields; `spiralformer train --help` lists them with what is said here."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import difflib
-import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,38 +21,40 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 
 from spiralformer import presets
 from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.files import digest, read_text
+from spiralformer.files import read_text
 from spiralformer.train.optim import OPTIMIZERS, SCHEDULES
 
-FILES = (".yaml", ".yml", ".json")
+# These fields and groups say how a run is carried out and looked at; it may be taken up again with
+# others. All the rest decide what is learned. Where the data lie is not one of those: what the data
+# are is recorded by the run (see `RunPlan`).
+HOW = (
+    *("out", "data.path", "data.valid", "valid", "save", "sample", "log"),
+    *("micro_batch", "nonfinite_limit", "device", "parallel", "checkpointing", "compile"),
+)
 
 
 # ---------------------------------------------------------------------------- kinds of values
 
 
 def _number(value: Any) -> Any:
-    """Overrides are text, and YAML reads 1e-3 as text."""
+    """Overrides are text, and YAML reads 1e-3 as text. True is not a number."""
     if isinstance(value, bool):
-        return str(value)  # which is no number
+        return str(value)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            return int(value)
-        with contextlib.suppress(ValueError):
-            return float(value)
+            return float(value) if "e" in value.lower() else value
     return value
 
 
-def _text(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
-def _items(value: Any) -> Any:
+def _list(value: Any) -> Any:
     return value.strip("()[] ").split(",") if isinstance(value, str) else value
 
 
@@ -63,41 +62,31 @@ def _one(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _entry_of(registry: Mapping[str, Any]) -> Callable[[str], str]:
-    def check(name: str) -> str:
-        if name not in registry:
-            raise ValueError(f"is unknown; choose one of {', '.join(registry)}")
-        return name
-
-    return check
-
-
 def _model(value: Any) -> SpiralConfig:
-    with _of_the_model():
-        if isinstance(value, SpiralConfig):
-            return value
-        if isinstance(value, str):
-            return presets.resolve(value)
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{value!r} is neither a preset's name nor fields")
-        fields = dict(value)
-        if "preset" in fields:
-            return presets.resolve(str(fields.pop("preset")), **fields)
-        return SpiralConfig.from_dict(fields)
-
-
-@contextlib.contextmanager
-def _of_the_model() -> Iterator[None]:
+    """From a configuration, a preset's name, or fields, which `preset` may be one of."""
     try:
-        yield
+        if not isinstance(value, Mapping):
+            value = {"preset": value}
+        fields = {str(name): entry for name, entry in value.items()}
+        preset = fields.pop("preset", None)
+        text = [f"{name}={entry}" for name, entry in fields.items() if isinstance(entry, str)]
+        fields |= presets.parse_settings(text)
+        if preset is None:
+            return SpiralConfig.from_dict(fields)
+        if isinstance(preset, SpiralConfig):
+            return preset.replace(**fields)
+        return presets.resolve(str(preset), **fields)
     except ConfigError as error:
         raise ConfigError(f"model: {error}") from None
 
 
-Whole = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_number)]
-Text = Annotated[str, BeforeValidator(_text)]
+Share = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+Text = Annotated[
+    str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)
+]
 Model = Annotated[
     SpiralConfig, PlainValidator(_model), PlainSerializer(lambda model: model.to_dict())
 ]
@@ -106,8 +95,8 @@ Model = Annotated[
 # ---------------------------------------------------------------------------- the fields
 
 
-def _setting(help: str, default: Any = ..., *, decides: bool = False, **limits: Any) -> Any:
-    return Field(default, description=help, json_schema_extra={"decides": decides}, **limits)
+def _field(default: Any, help: str, **limits: Any) -> Any:
+    return Field(default, description=help, **limits)
 
 
 class Group(BaseModel):
@@ -115,79 +104,64 @@ class Group(BaseModel):
 
 
 class Data(Group):
-    """Where the tokens come from."""
-
-    path: Text = _setting(
-        "folder of `spiralformer data`, or Megatron shards", min_length=1, examples=["runs/stdlib"]
+    path: Text = _field(..., "folder of `spiralformer data`, or Megatron shards", min_length=1)
+    valid: Text = _field(
+        "", "folder or shards to validate on, if not those of path; none: no validation"
     )
-    valid: Text = _setting(
-        "folder or shards to validate on, if not those of path; none: no validation", ""
-    )
-    holdout: Number = _setting(
-        "share of shards without a validation split that is kept for it",
-        0.0,
-        decides=True,
-        ge=0,
-        lt=1,
-    )
+    holdout: Beta = _field(0.0, "share of shards without a validation split that is kept for it")
 
 
 class Optim(Group):
     """The optimiser and its schedule. The defaults are the paper's."""
 
-    name: Annotated[str, AfterValidator(_entry_of(OPTIMIZERS))] = _setting(
-        f"optimiser: {', '.join(OPTIMIZERS)}", "adamw", decides=True
+    name: str = _field("adamw", f"optimiser: {', '.join(OPTIMIZERS)}")
+    schedule: str = _field(
+        "cosine", f"how the learning rate falls after its peak: {', '.join(SCHEDULES)}"
     )
-    schedule: Annotated[str, AfterValidator(_entry_of(SCHEDULES))] = _setting(
-        f"how the learning rate falls after its peak: {', '.join(SCHEDULES)}",
-        "cosine",
-        decides=True,
+    lr: Number = _field(6e-4, "peak learning rate (the paper: 6e-4 at 160M)", gt=0)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list)] = _field((0.9, 0.95), "AdamW's β")
+    eps: Number = _field(1e-8, "AdamW's ε", gt=0)
+    weight_decay: Number = _field(
+        0.01, "of parameters with two or more dimensions: all but biases and norms", ge=0
     )
-    lr: Number = _setting("peak learning rate (the paper: 6e-4 at 160M)", 6e-4, decides=True, gt=0)
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_items)] = _setting(
-        "AdamW's β", (0.9, 0.95), decides=True
-    )
-    eps: Number = _setting("AdamW's ε", 1e-8, decides=True, gt=0)
-    weight_decay: Number = _setting(
-        "of parameters with two or more dimensions: all but biases and norms",
-        0.01,
-        decides=True,
-        ge=0,
-    )
-    warmup: Number = _setting(
-        "share of the steps with a rising learning rate", 0.01, decides=True, ge=0, le=1
-    )
-    final: Number = _setting(
-        "share of the peak that the schedule falls to", 0.1, decides=True, ge=0, le=1
-    )
-    clip: Number = _setting("largest norm of the gradient; 0: any", 1.0, decides=True, ge=0)
+    warmup: Share = _field(0.01, "share of the steps with a rising learning rate")
+    final: Share = _field(0.1, "share of the peak that the schedule falls to")
+    clip: Number = _field(1.0, "largest norm of the gradient; 0: any", ge=0)
+
+    @field_validator("name", "schedule")
+    @classmethod
+    def _is_registered(cls, name: str, info: ValidationInfo) -> str:
+        registry = OPTIMIZERS if info.field_name == "name" else SCHEDULES
+        if name not in registry:
+            raise ValueError(f"unknown; choose one of {', '.join(registry)}")
+        return name
 
 
 class Valid(Group):
-    every: Whole = _setting("steps between validations; 0: twenty in all", 0, ge=0)
-    tokens: Whole = _setting("validate on the first so many tokens; 0: on all", 1 << 20, ge=0)
+    every: Count = _field(0, "steps between validations; 0: twenty in all")
+    tokens: Count = _field(1 << 20, "validate on the first so many tokens; 0: on all")
 
 
 class Save(Group):
-    every: Whole = _setting("steps between checkpoints; 0: by the clock only", 1000, ge=0)
-    minutes: Number = _setting("minutes between checkpoints, at most; 0: any", 15.0, ge=0)
-    keep: Whole = _setting("how many of the last checkpoints are kept", 2, ge=1)
+    every: Count = _field(1000, "steps between checkpoints; 0: by the clock only")
+    minutes: Number = _field(15.0, "minutes between checkpoints, at most; 0: any", ge=0)
+    keep: Count = _field(2, "how many of the last checkpoints are kept", ge=1)
 
 
 class Sample(Group):
-    prompts: Annotated[tuple[str, ...], BeforeValidator(_one)] = _setting(
-        "texts to go on from; empty: begin a document", ("",)
+    prompts: Annotated[tuple[str, ...], BeforeValidator(_one)] = _field(
+        ("",), "texts to go on from; empty: begin a document"
     )
-    every: Whole = _setting("steps between samples; 0: with each validation", 0, ge=0)
-    tokens: Whole = _setting("length of a sample; 0: no samples", 128, ge=0)
-    temperature: Number = _setting("0: always the likeliest token", 0.8, ge=0)
-    top_k: Whole = _setting("draw from so many of the likeliest tokens; 0: from all", 40, ge=0)
+    every: Count = _field(0, "steps between samples; 0: with each validation")
+    tokens: Count = _field(128, "length of a sample; 0: no samples")
+    temperature: Number = _field(0.8, "0: always the likeliest token", ge=0)
+    top_k: Count = _field(40, "draw from so many of the likeliest tokens; 0: from all")
 
 
 class Log(Group):
-    every: Whole = _setting("steps between lines of metrics.jsonl", 10, ge=1)
-    tensorboard: bool = _setting("write TensorBoard events", True)
-    wandb: Text = _setting("project of Weights & Biases; empty: not used", "")
+    every: Count = _field(10, "steps between lines of metrics.jsonl", ge=1)
+    tensorboard: bool = _field(True, "write TensorBoard events")
+    wandb: Text = _field("", "project of Weights & Biases; empty: not used")
 
 
 class TrainConfig(Group):
@@ -195,38 +169,32 @@ class TrainConfig(Group):
 
     Build it with `load`, `from_dict` or `override`, whose errors are one line for the user."""
 
-    model: Model = _setting(
-        "a preset's name, or model.preset=NAME model.FIELD=VALUE …",
-        decides=True,
-        examples=["spiral-b-nano-mesh"],
-    )
+    model: Model = _field(..., "a preset's name, or model.preset=NAME model.FIELD=VALUE …")
     data: Data
-    out: Text = _setting("folder of the run", "runs/train", min_length=1)
+    out: Text = _field("runs/train", "folder of the run", min_length=1)
 
-    length: Whole = _setting("tokens of a sequence; 0: the model's max_length", 0, decides=True)
-    batch: Whole = _setting("sequences of a step, over all processes", 512, decides=True, ge=1)
-    micro_batch: Whole = _setting(
-        "sequences at a time on a process; 0: as many as divide its share, up to 8", 0, ge=0
+    length: Count = _field(0, "tokens of a sequence; 0: the model's max_length")
+    batch: Count = _field(512, "sequences of a step, over all processes", ge=1)
+    micro_batch: Count = _field(
+        0, "sequences at a time on a process; 0: as many as divide its share, up to 8"
     )
-    steps: Whole = _setting("steps of the run; 0: as many as `tokens` say", 0, decides=True, ge=0)
-    tokens: Whole = _setting("tokens of the run; 0: as many as `epochs` say", 0, decides=True, ge=0)
-    epochs: Number = _setting("passes over the data", 1.0, decides=True, gt=0)
-    seed: Whole = _setting(
-        "of the initial weights and the order of the data", 0, decides=True, ge=0
-    )
+    steps: Count = _field(0, "steps of the run; 0: as many as `tokens` say")
+    tokens: Count = _field(0, "tokens of the run; 0: as many as `epochs` say")
+    epochs: Number = _field(1.0, "passes over the data", gt=0)
+    seed: Count = _field(0, "of the initial weights and the order of the data")
 
     optim: Optim = Optim()
-    precision: Literal["auto", "float32", "bfloat16"] = _setting(
-        "float32, bfloat16 (autocast) or auto: bfloat16 where it is fast", "auto", decides=True
+    precision: Literal["auto", "float32", "bfloat16"] = _field(
+        "auto", "float32, bfloat16 (autocast) or auto: bfloat16 where it is fast"
     )
-    nonfinite_limit: Whole = _setting(
-        "stop after so many steps in a row with a non-finite loss or gradient", 10, ge=1
+    nonfinite_limit: Count = _field(
+        10, "stop after so many steps in a row with a non-finite loss or gradient", ge=1
     )
 
-    device: Text = _setting("auto (cuda if there is one, else cpu), cuda, cpu or mps", "auto")
-    parallel: Literal["ddp", "fsdp"] = _setting("with several processes: ddp or fsdp", "ddp")
-    checkpointing: bool = _setting("recompute activations in the backward pass", False)
-    compile: bool = _setting("compile the blocks with torch.compile", False)
+    device: Text = _field("auto", "auto (cuda if there is one, else cpu), cuda, cpu or mps")
+    parallel: Literal["ddp", "fsdp"] = _field("ddp", "with several processes: ddp or fsdp")
+    checkpointing: bool = _field(False, "recompute activations in the backward pass")
+    compile: bool = _field(False, "compile the blocks with torch.compile")
 
     valid: Valid = Valid()
     save: Save = Save()
@@ -238,7 +206,7 @@ class TrainConfig(Group):
         longest = self.model.max_length
         if not self.length:
             object.__setattr__(self, "length", longest)
-        if not 1 <= self.length <= longest:
+        if self.length > longest:
             raise ConfigError(f"length {self.length} must lie in 1 … {longest}, model.max_length")
         for iteration in self.model.iterations:
             if self.length <= max(iteration.shift, iteration.chunk):
@@ -265,44 +233,23 @@ class TrainConfig(Group):
     def load(cls, source: str | Path, settings: Iterable[str] = ()) -> TrainConfig:
         """What the command line means: a file or a preset's name, and overrides a.b=value."""
         name, fields = str(source), dict[str, Any](model=str(source))
-        if name.endswith(FILES):
+        if name.endswith((".yaml", ".yml", ".json")):
             name, fields = Path(source).stem, _read(Path(source))
-        fields.setdefault("out", f"runs/{name}")
-        if isinstance(fields.get("model"), str):
-            fields["model"] = {"preset": fields["model"]}
-        # The preset first: other fields of the model change it.
-        for setting in sorted(
-            settings, key=lambda text: not re.match(r"model(\.preset)?\s*=", text)
-        ):
+        changes = {}
+        for setting in settings:
             path, equals, text = (part.strip() for part in setting.partition("="))
             if not equals or not path:
                 raise ConfigError(f"{setting!r}: write field=value, for example optim.lr=1e-3")
-            if path == "model":
-                fields["model"] = {"preset": text}
-            elif path.startswith("model.") and path != "model.preset":
-                with _of_the_model():
-                    (value,) = presets.parse_settings([f"{path[6:]}={text}"]).values()
-                _put(fields, path, value)
-            else:
-                _put(fields, path, text)
-        return cls.from_dict(fields)
+            changes[path] = text
+        return cls.from_dict(_changed({"out": f"runs/{name}", **fields}, changes))
 
     def override(self, settings: Mapping[str, Any]) -> TrainConfig:
         """The same run with some fields changed: `{"optim.lr": 1e-3, "model.shift": "parallel"}`.
         What followed from a changed field of the model follows anew."""
-        fields = self.to_dict()
+        fields = {**self.to_dict(), "model": self.model}
         if self.length == self.model.max_length:
             fields["length"] = 0
-        changes = {}
-        for path, value in settings.items():
-            if path.startswith("model."):
-                changes[path[6:]] = value
-            else:
-                _put(fields, path, value)
-        chosen = _model(fields["model"]) if "model" in settings else self.model
-        with _of_the_model():
-            fields["model"] = chosen.replace(**changes)
-        return self.from_dict(fields)
+        return self.from_dict(_changed(fields, settings))
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
@@ -310,23 +257,50 @@ class TrainConfig(Group):
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
-    # ------------------------------------------------------------------ comparing
-
     def deciding(self) -> dict[str, Any]:
-        """The fields that decide what is learned, by their dotted names. Where the data lie is not
-        one of them: what they are is recorded by the run (see `RunPlan`)."""
-        flat = dict(_flat(self.to_dict()))
+        """The fields that decide what is learned, by their dotted names."""
         return {
             name: value
-            for name, value in flat.items()
-            if _decides(FIELDS["model" if name.startswith("model.") else name])
+            for name, value in _flat(self.to_dict())
+            if name not in HOW and name.split(".")[0] not in HOW
         }
 
-    def digest(self) -> str:
-        """Of the deciding fields and the folder of the data: the same for equal runs."""
-        return digest(
-            {**self.deciding(), "data.path": self.data.path, "data.valid": self.data.valid}
-        )
+
+def _changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested fields with other values for some dotted names."""
+    fields = dict(fields)
+    # The model first: its own fields change it.
+    for path in sorted(changes, key=lambda path: path != "model"):
+        *groups, name = path.split(".")
+        inner = fields
+        for group in groups:
+            value = inner.get(group, {})
+            inner[group] = dict(value) if isinstance(value, Mapping) else {"preset": value}
+            inner = inner[group]
+        inner[name] = changes[path]
+    return fields
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        fields = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read ({reason})") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: not a mapping of fields")
+    return fields
+
+
+# ---------------------------------------------------------------------------- by dotted name
 
 
 def _leaves(group: type[Group], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -337,7 +311,7 @@ def _leaves(group: type[Group], prefix: str = "") -> Iterator[tuple[str, FieldIn
             yield prefix + name, field
 
 
-FIELDS: dict[str, FieldInfo] = dict(_leaves(TrainConfig))  # by dotted name
+FIELDS: dict[str, FieldInfo] = dict(_leaves(TrainConfig))
 
 
 def default_of(name: str) -> Any:
@@ -350,90 +324,40 @@ def default_of(name: str) -> Any:
 
 def describe_fields() -> str:
     """Every field with its meaning and default, for --help."""
-    return "\n".join(
-        textwrap.fill(
-            f"{field.description}{_shown(field.default)}",
-            width=80,
-            initial_indent=f"  {name:<19} ",
-            subsequent_indent=" " * 22,
-        )
-        for name, field in FIELDS.items()
-    )
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, tuple):
-        default = ",".join(map(str, default))
-    if isinstance(default, bool):
-        default = str(default).lower()
-    return f" [{default}]" if isinstance(default, (str, int, float)) and default != "" else ""
-
-
-def _decides(field: FieldInfo) -> bool:
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra["decides"])
-
-
-def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _put(fields: dict[str, Any], path: str, value: Any) -> None:
-    """fields["a"]["b"] = value for the path a.b"""
-    *groups, name = path.split(".")
-    for group in groups:
-        inner = fields.get(group)
-        fields[group] = inner = dict(inner) if isinstance(inner, Mapping) else {}
-        fields = inner
-    fields[name] = value
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: not a mapping of fields")
-    return fields
-
-
-# ---------------------------------------------------------------------------- what was wrong
-
-SHOULD = {
-    "int": "must be a whole number",
-    "float": "must be a number",
-    "bool": "must be true or false",
-    "string": "must be text",
-    "model": "must be a group of fields",
-}
+    lines = []
+    for name, field in FIELDS.items():
+        default = field.default
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        text = field.description or ""
+        if not field.is_required() and default != "":
+            text += f" [{str(default).lower()}]"
+        first = f"  {name:<19} "
+        lines.append(textwrap.fill(text, 80, initial_indent=first, subsequent_indent=" " * 22))
+    return "\n".join(lines)
 
 
 def _explain(error: ValidationError) -> str:
     """The first mistake: field, value and remedy. A wrong name comes before its consequences."""
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-    name, kind, value = ".".join(map(str, first["loc"])), first["type"], first["input"]
+    name = ".".join(map(str, first["loc"]))
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return str(cause)
-    if kind == "extra_forbidden":
+    if first["type"] == "extra_forbidden":
         return f"unknown field {name!r}; {_nearest(name)}"
-    if kind == "missing":
-        field = FIELDS.get(name)
-        if field is None or not field.examples:
-            return f"{name} is missing"
-        return f"{name} is missing ({field.description}): for example {name}={field.examples[0]}"
-    said = SHOULD.get(kind.split("_")[0]) if kind.endswith(("_type", "_parsing", "_float")) else ""
-    said = said or re.sub(r"^(Value error, |\w+ should )", "", first["msg"])
-    return f"{name} {value!r} {said if cause or said.startswith('must') else 'must ' + said}"
+    if first["type"] == "missing":
+        return f"{name} is missing" + (f": {FIELDS[name].description}" if name in FIELDS else "")
+    if first["type"] == "model_type":
+        inner = next(known for known in FIELDS if known.startswith(f"{name}."))
+        return f"{name} {first['input']!r}: a group of fields; write for example {inner}=…"
+    problem = first["msg"].removeprefix("Value error, ")
+    return f"{name} {first['input']!r}: {problem[0].lower()}{problem[1:]}"
 
 
 def _nearest(name: str) -> str:
-    last = {known.split(".")[-1]: known for known in reversed(FIELDS)}
     near = difflib.get_close_matches(name, FIELDS, 1)
-    near = near or [last[n] for n in difflib.get_close_matches(name.split(".")[-1], last, 1)]
+    if not near:  # perhaps the group was forgotten
+        last = {known.split(".")[-1]: known for known in reversed(FIELDS)}
+        near = [last[match] for match in difflib.get_close_matches(name.split(".")[-1], last, 1)]
     return f"did you mean {near[0]!r}?" if near else "`spiralformer train --help` names all"

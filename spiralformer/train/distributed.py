@@ -10,7 +10,6 @@ import datetime
 import functools
 import gc
 import os
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.benchmark import Timer
 
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
@@ -44,29 +44,17 @@ class Processes:
             dist.all_reduce(value)
         return value
 
-    def any(self, *flags: bool) -> list[bool]:
-        """Each flag: whether it is set on any process. Host to host: no device waits for it."""
-        if self.world == 1:
-            return list(flags)
-        seen = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(seen, dist.ReduceOp.MAX)
-        return [bool(flag) for flag in seen]
-
-    def from_main(self, value):
-        """The main process's value, on all."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, device=torch.device("cpu"))
-        return box[0]
-
     def gather(self, value) -> list:
-        """Every process's value, on all."""
+        """Every process's value, on all. From host to host: no device waits for it."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
         dist.all_gather_object(values, value)
         return values
+
+    def from_main(self, value):
+        """The main process's value, on all."""
+        return self.gather(value)[0]
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -76,10 +64,15 @@ class Processes:
         try:
             yield
         except UserError as error:
-            problem = error
-        first = next(filter(None, self.gather(problem and str(problem))), None)
-        if first is not None:
-            raise problem or UserError(first)
+            if self.world == 1:
+                raise
+            problem = str(error)
+        for known in filter(None, self.gather(problem)):
+            raise SharedError(known)
+
+
+class SharedError(UserError):
+    """What every process knows, so that the main one alone need say it."""
 
 
 @contextlib.contextmanager
@@ -122,8 +115,9 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
         torch.empty(0, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device
@@ -131,34 +125,26 @@ def choose_device(name: str) -> torch.device:
 
 @functools.cache
 def bfloat16_is_fast(device: torch.device) -> bool:
-    """Whether this device multiplies bfloat16 faster than float32: measured, once a process.
-
-    The dtypes take turns and the best time of each counts, on one thread of the host: where other
-    processes keep the cores busy, threads wait for each other longer than they multiply."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Whether this device multiplies bfloat16 faster than float32. Elsewhere than on CUDA, which
+    can tell, it is measured: the dtypes take turns and the best time of each counts, on one thread
+    of the host, since threads wait for each other where other processes keep the cores busy."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
-        size = 256
-        while _seconds(size, torch.float32, device) < 1e-3 and size < 4096:
-            size *= 2  # too short to compare
-        dtypes = (torch.float32, torch.bfloat16)
-        times = [[_seconds(size, dtype, device) for dtype in dtypes] for _ in range(6)]
-        float32, bfloat16 = map(min, zip(*times, strict=True))
-        return bfloat16 < float32
-    except RuntimeError:  # no such product on this device
+        times = [
+            [_seconds(dtype, device) for dtype in (torch.float32, torch.bfloat16)] for _ in range(5)
+        ]
+    except (RuntimeError, TypeError):  # no such product on this device
         return False
-    finally:
-        torch.set_num_threads(threads)
+    float32, bfloat16 = map(min, zip(*times, strict=True))
+    return bfloat16 < float32
 
 
-def _seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Of a product of two matrices, the better of two: the first may have to set things up."""
-    matrix, times = torch.ones(size, size, dtype=dtype, device=device), []
-    for _ in range(2):
-        started = time.perf_counter()
-        (matrix @ matrix)[0, 0].item()  # waits for the device
-        times.append(time.perf_counter() - started)
-    return min(times)
+def _seconds(dtype: torch.dtype, device: torch.device, size: int = 512) -> float:
+    """Of a product of two matrices; `item` waits for the device."""
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    timer = Timer("(matrix @ matrix)[0, 0].item()", globals={"matrix": matrix}, num_threads=1)
+    return timer.timeit(1).median
 
 
 # ---------------------------------------------------------------------------- the model
@@ -180,15 +166,12 @@ def parallelize(model: SpiralFormer, kind: str, processes: Processes) -> nn.Modu
     return model
 
 
-@contextlib.contextmanager
-def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
+def accumulating(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
     """DDP exchanges gradients after the last micro-batch only. FSDP does so after each: keeping
     whole gradients in between would undo the sharding."""
     if isinstance(model, DistributedDataParallel) and not last:
-        with model.no_sync():
-            yield
-    else:
-        yield
+        return model.no_sync()
+    return contextlib.nullcontext()
 
 
 def whole_model(model: nn.Module, processes: Processes) -> SpiralFormer | None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import hashlib
 import json
-import lzma
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,34 +11,15 @@ from typing import Any
 
 from spiralformer.console import duration, si
 from spiralformer.errors import UserError
-from spiralformer.files import write_text
+from spiralformer.files import digest, write_text
+from spiralformer.train.config import TrainConfig
 
 Record = dict[str, Any]
+Sink = Callable[[Record], None]
 TIMING = ("seconds", "tokens_per_second", "flops_per_second")  # all else in a record is repeatable
 
 
 # ---------------------------------------------------------------------------- records
-
-
-class Metrics:
-    """metrics.jsonl. Records after the step that a run is resumed at are dropped: they will be made
-    again."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        kept = [record for record in read_metrics(path) if record["step"] <= step]
-        write_text(path, "".join(map(_line, kept)))
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-
-    def write(self, record: Record) -> None:
-        self.file.write(_line(record))
-        self.file.flush()
-
-    def sync(self) -> None:
-        os.fsync(self.file.fileno())
-
-
-def _line(record: Record) -> str:
-    return json.dumps(record) + "\n"
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -61,8 +38,28 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 @contextlib.contextmanager
-def tensorboard(folder: Path, step: int) -> Iterator[Callable[[Record], None]]:
-    """Gives what writes a record."""
+def metrics_file(path: Path, step: int) -> Iterator[Sink]:
+    """A line for each record. Those after the step that a run is resumed at are dropped: they will
+    be made again."""
+    line = lambda record: json.dumps(record) + "\n"
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    write_text(path, "".join(map(line, kept)))
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(record: Record) -> None:
+        file.write(line(record))
+        file.flush()
+        os.fsync(file.fileno())
+
+    try:
+        yield write
+    finally:
+        with contextlib.suppress(OSError):  # of a line that could not be written
+            file.close()
+
+
+@contextlib.contextmanager
+def tensorboard(folder: Path, step: int) -> Iterator[Sink]:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder), purge_step=step + 1) as board:
@@ -77,29 +74,30 @@ def tensorboard(folder: Path, step: int) -> Iterator[Callable[[Record], None]]:
 
 
 @contextlib.contextmanager
-def weights_and_biases(
-    project: str, folder: Path, config: dict[str, Any]
-) -> Iterator[Callable[[Record], None]]:
-    """Gives what writes a record."""
+def weights_and_biases(config: TrainConfig, folder: Path) -> Iterator[Sink]:
+    project, place = config.log.wandb, folder.resolve()
+    run = import_wandb(project).init(
+        project=project,
+        name=place.name,
+        id=digest(str(place).encode()),  # so that it goes on with the run
+        resume="allow",
+        dir=str(place),
+        config=config.to_dict(),
+    )
+    try:
+        yield lambda record: run.log(_numbers(record), step=record["step"])
+    finally:
+        run.finish()
+
+
+def import_wandb(project: str) -> Any:
     try:
         import wandb
     except ImportError:
         raise UserError(
             f"log.wandb {project!r}: wandb is not installed; pip install wandb, or leave it out"
         ) from None
-    place = str(folder.resolve())
-    run = wandb.init(
-        project=project,
-        name=folder.resolve().name,
-        id=hashlib.sha256(place.encode()).hexdigest()[:16],  # so that it goes on with the run
-        resume="allow",
-        dir=place,
-        config=config,
-    )
-    try:
-        yield lambda record: run.log(_numbers(record), step=record["step"])
-    finally:
-        run.finish()
+    return wandb
 
 
 def _numbers(record: Record) -> dict[str, float]:
@@ -172,34 +170,19 @@ def draw_losses(records: list[Record], path: Path, title: str) -> None:
     """Loss against tokens, on training and validation data."""
     from spiralformer import plots
 
+    curves = (
+        ("training", "train", "loss", plots.BLUE, "-"),
+        ("validation", "valid", "valid_loss", plots.ORANGE, "o-"),
+    )
     with plots.style():
         figure = plots.new_figure(6, 3.6)
         axes = figure.add_subplot()
-        training: dict[str, Any] = {"lw": 1, "color": plots.BLUE, "label": "training"}
-        validation: dict[str, Any] = {
-            "marker": "o",
-            "ms": 3,
-            "color": plots.ORANGE,
-            "label": "validation",
-        }
-        for kind, key, look in (("train", "loss", training), ("valid", "valid_loss", validation)):
-            points = [(r["tokens"], r[key]) for r in records if r["kind"] == kind]
-            points = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+        for label, kind, key, color, line in curves:
+            # A loss is None where all steps were skipped: a gap.
+            points = [(each["tokens"], each[key]) for each in records if each["kind"] == kind]
             if points:
-                axes.plot(*zip(*points, strict=True), **look)
+                axes.plot(*zip(*points, strict=True), line, lw=1, ms=3, color=color, label=label)
+        axes.legend()
         axes.set(xlabel="tokens", ylabel="loss, nats per token", title=title)
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
         plots.save(figure, path)
-
-
-def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
-    """What general compressors make of the same text."""
-    if not text:
-        return {}
-    sizes = {
-        "gzip -9": len(gzip.compress(text, 9)),
-        "xz -9": len(lzma.compress(text, preset=9)),
-    }
-    return {name: 8 * size / len(text) for name, size in sizes.items()}

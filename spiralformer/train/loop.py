@@ -1,27 +1,24 @@
-"""Training, top to bottom: `train`, the steps, one global batch, validation, samples."""
+"""Training, top to bottom: `train`, the run, a step, a global batch."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import time
-from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from spiralformer.console import Progress
 from spiralformer.data.windows import IGNORED
-from spiralformer.decode.generate import Sampling, generate
 from spiralformer.errors import UserError
 from spiralformer.train import log
 from spiralformer.train.config import TrainConfig
-from spiralformer.train.distributed import Processes, accumulating, start_processes, whole_model
-from spiralformer.train.log import Record
+from spiralformer.train.distributed import Processes, accumulating, start_processes
+from spiralformer.train.log import Sink
+from spiralformer.train.look import look_at
 from spiralformer.train.optim import learning_rate, update
-from spiralformer.train.run import Corpus, Earlier, Run, RunFolder, RunPlan, TrainResult, open_run
+from spiralformer.train.plan import Corpus, RunPlan
+from spiralformer.train.run import Earlier, Run, RunFolder, TrainResult, open_run
 
 Resume = Literal["auto", "must", "never"]
 
@@ -31,7 +28,7 @@ def train(
     *,
     resume: Resume = "auto",
     quiet: bool = False,
-    watch: Callable[[Record], None] | None = None,
+    watch: Sink | None = None,
     wait: bool = False,
 ) -> TrainResult:
     """Trains to the end, from the last checkpoint in `config.out` if there is one.
@@ -46,45 +43,41 @@ def train(
     "must" does not start; "never" removes what is there and starts. `watch` is given each record of
     metrics.jsonl, on the main process. `wait`: for another process at the folder, in place of being
     refused."""
-    with start_processes(config.device) as processes:
-        return _train(config, processes, resume, quiet, watch, -1 if wait else 0)
+    with (
+        start_processes(config.device) as processes,
+        Progress("step", shown=processes.main and not quiet) as progress,
+    ):
+        # In a function of its own, so that the model is gone when the processes part.
+        return _train(config, processes, progress, resume, watch, wait)
 
 
 def _train(
     config: TrainConfig,
     processes: Processes,
+    progress: Progress,
     resume: Resume,
-    quiet: bool,
-    watch: Callable[[Record], None] | None,
-    lock_timeout: float,
+    watch: Sink | None,
+    wait: bool,
 ) -> TrainResult:
-    folder = RunFolder(config.out)
-    with (
-        contextlib.ExitStack() as lock,
-        Progress("step", shown=processes.main and not quiet) as progress,
-    ):
-        earlier = Earlier()
+    folder, earlier = RunFolder(config.out), Earlier()
+    with contextlib.ExitStack() as lock:
         with processes.together():
+            corpus = Corpus.open(config)
             if processes.main:
-                lock.enter_context(folder.locked(lock_timeout))
-                if resume == "never":
-                    folder.clear()
-                earlier = Earlier.of(folder, progress.say)
+                lock.enter_context(folder.locked(wait))
+                if resume != "never":
+                    earlier = Earlier.of(folder, progress.say)
                 if resume == "must" and earlier.identity is None:
                     raise UserError(f"{folder.checkpoints}: no checkpoint to resume from")
         earlier = processes.from_main(earlier)
         with processes.together():
-            corpus = Corpus.open(config)
-            plan = RunPlan.of(config, corpus, processes, earlier)
-            if earlier.identity:
-                plan.refuse_another(folder, earlier.identity)
+            plan = RunPlan.of(config, corpus, processes, earlier.identity)
         if earlier.result:
-            steps = earlier.result["steps"]
-            progress.say(f"{folder.path} is finished ({steps:,} steps): nothing to do")
+            progress.say(f"{folder.path} is finished ({plan.steps:,} steps): nothing to do")
             return TrainResult(folder.path, earlier.result, again=True)
-        for line in plan.describe(corpus):
+        for line in plan.describe():
             progress.say(line)
-        with open_run(folder, plan, corpus, earlier, progress, watch) as run:
+        with open_run(folder, plan, earlier.checkpoint, progress, watch) as run:
             while run.state.step < plan.steps:
                 take_step(run)
                 look_at(run)
@@ -92,112 +85,34 @@ def _train(
             return TrainResult(folder.path, run.finish(), again=False)
 
 
-# ---------------------------------------------------------------------------- a step
-
-
 def take_step(run: Run) -> None:
     state, plan, optim = run.state, run.plan, run.plan.config.optim
     started = time.perf_counter()
     lr = learning_rate(state.step, plan.steps, optim)
-    targets = run.corpus.train.targets_in(plan.samples(state.step))
+    targets = plan.corpus.train.targets_in(plan.samples(state.step))
     loss = forward_and_backward(run, targets)
     norm = update(run.optimizer, lr, optim.clip, loss)
-    state.advance(loss, norm, targets)
-    logs = plan.due(state.step, plan.config.log.every)
-    if logs:
-        state.read_losses()  # waits for the device; nothing else in a step does
-    state.seconds += time.perf_counter() - started
-    if logs:
+    state.advance(loss, norm, targets, time.perf_counter() - started)
+    if plan.due(state.step, plan.config.log.every):
         record = run.record("train", lr=lr, **state.line(plan.flops_per_token))
         run.progress.note = log.train_note(record)
-        run.stop_if_diverged()
     run.progress.update(state.step)
+    run.stop_if_diverged()
 
 
-def forward_and_backward(run: Run, targets: int) -> Tensor:
+def forward_and_backward(run: Run, targets: int) -> float:
     """Gradients of the mean loss over all `targets` of a global batch, and that loss.
 
     A micro-batch counts by its targets, so it does not matter how the batch is cut into them or
-    divided among processes. Under autocast a weight is cast once in each forward pass, however
-    often the loop uses it: autocast keeps the cast copy until the pass ends."""
+    divided among processes."""
     plan, processes = run.plan, run.plan.processes
+    with processes.together():
+        batches = plan.micro_batches(run.state.step)
     total = torch.zeros((), device=processes.device)
-    for m, (ids, wanted) in enumerate(plan.micro_batches(run.corpus.train, run.state.step), 1):
+    for m, (ids, wanted) in enumerate(batches, 1):
         share = int((wanted != IGNORED).sum()) / targets
-        with accumulating(run.model, last=m == plan.micro_batch_count):
-            with plan.autocast():
-                loss = run.model(plan.to_device(ids), plan.to_device(wanted)) * share
+        with accumulating(run.model, last=m == len(batches)):
+            loss = run.mean_loss(ids, wanted) * share
             (loss * processes.world).backward()  # the exchange of gradients takes their mean
         total += loss.detach()
-    return processes.sum(total)
-
-
-# ---------------------------------------------------------------------------- looking at it
-
-
-def look_at(run: Run) -> None:
-    """Validation and samples, where they are due."""
-    plan, config, step = run.plan, run.plan.config, run.state.step
-    if run.corpus.valid is not None and plan.due(step, plan.valid_every):
-        run.progress.say(log.valid_line(run.record("valid", **validate(run))))
-    wanted = run.corpus.tokenizer is not None and config.sample.tokens > 0
-    if wanted and plan.due(step, config.sample.every or plan.valid_every):
-        texts = sample(run)
-        run.record("sample", texts=texts)
-        if step < plan.steps:
-            run.progress.say(log.sample_lines(texts, limit=200))
-
-
-@torch.no_grad()
-def validate(run: Run) -> Record:
-    """Over the first `valid.tokens` targets of the validation split, in windows of the training
-    length. Bits per byte take the split's mean bytes per token."""
-    plan, processes, data = run.plan, run.plan.processes, run.corpus.valid
-    assert data is not None
-    assert run.corpus.valid_split is not None
-    windows = min(len(data), math.ceil(plan.config.valid.tokens / data.length) or len(data))
-    batches = data.in_order(plan.micro_batch, windows)
-    mine = itertools.islice(batches, processes.rank, None, processes.world)
-    rounds = math.ceil(windows / (plan.micro_batch * processes.world))
-    total, count, batch = 0.0, 0, next(data.in_order(1))
-    run.model.eval()
-    for _ in range(rounds):
-        # With nothing left, a process takes part all the same: sharded weights need everyone.
-        mine_now = next(mine, None)
-        ids, wanted = batch = mine_now or batch
-        with plan.autocast():
-            loss = run.model(plan.to_device(ids), plan.to_device(wanted))
-        targets = int((wanted != IGNORED).sum()) if mine_now else 0
-        total, count = total + (loss.item() * targets if targets else 0), count + targets
-    run.model.train()
-    total, count = processes.sum(torch.tensor([total, count], dtype=torch.float64)).tolist()
-    mean, per_token = total / count, run.corpus.valid_split.bytes_per_token
-    return {
-        "valid_loss": mean,
-        "perplexity": math.exp(mean) if mean < 700 else math.inf,
-        "bits_per_byte": mean / math.log(2) / per_token if per_token else None,
-        "valid_tokens": int(count),
-    }
-
-
-def sample(run: Run) -> list[str]:
-    """The prompts with their continuations, on the main process."""
-    tokenizer, settings = run.corpus.tokenizer, run.plan.config.sample
-    model = whole_model(run.model, run.plan.processes)
-    if model is None or tokenizer is None:
-        return []
-    model.eval()
-    continuations = generate(
-        model,
-        [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in settings.prompts],
-        max_new_tokens=settings.tokens,
-        sampling=Sampling(
-            temperature=settings.temperature, top_k=settings.top_k, seed=run.plan.config.seed
-        ),
-        stop_ids=[tokenizer.eot_id],
-    )
-    model.train()
-    return [
-        prompt + tokenizer.decode(ids)
-        for prompt, ids in zip(settings.prompts, continuations, strict=True)
-    ]
+    return processes.sum(total).item()

@@ -1,4 +1,4 @@
-"""Optimisers and schedules by name; the update of a step, clipped, or skipped if not finite.
+"""Optimisers and schedules by name, and the update of a step.
 
 To add one, write the function and enter it in `OPTIMIZERS` or `SCHEDULES`; `optim.name` and
 `optim.schedule` of the recipe then take its name. PyTorch is imported when one is built: the recipe
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from spiralformer.train.config import Optim
 
@@ -20,7 +20,7 @@ Groups = list[dict[str, Any]]  # parameters with a weight decay, as torch.optim 
 
 
 def adamw(groups: Groups, config: Optim) -> torch.optim.Optimizer:
-    """Fused: a step is one pass over the weights, and can be skipped on the device."""
+    """Fused: a step is one pass over the weights."""
     import torch
 
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -58,29 +58,23 @@ def learning_rate(step: int, steps: int, config: Optim) -> float:
     return config.lr * (config.final + (1 - config.final) * left)
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, loss: Tensor) -> Tensor:
+def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, loss: float) -> float:
     """Clips the gradients, takes the step and clears them. Returns the norm before clipping.
 
-    If the loss or the norm is not finite, nothing changes. An optimiser that can skip a step on the
-    device is told as a gradient scaler would tell it, so that the host need not wait; for any other
-    the host waits and looks."""
-    import torch
+    If the loss or the norm is not finite, the weights stay as they are."""
     from torch.distributed.tensor import DTensor
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if clip:
-        clip_grads_with_norm_(parameters, clip, norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    finite = norm.isfinite() & loss.isfinite()
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
-        optimizer.step()
-    elif finite:
+    total = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(total, DTensor):
+        total = total.full_tensor()
+    norm = total.item()
+    if math.isfinite(loss) and math.isfinite(norm):
+        if clip:
+            clip_grads_with_norm_(parameters, clip, total)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

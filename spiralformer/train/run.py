@@ -1,4 +1,4 @@
-"""A run: its folder, what it is, where it stands, how it is taken up, stopped and finished.
+"""A run: its folder, how it is taken up, saved, stopped and finished.
 
 RUN/lock             held by the process that trains here
 RUN/train.json       the recipe
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import platform
 import shutil
@@ -24,37 +23,25 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import spiralformer
 from spiralformer import files
-from spiralformer.accounting import parameters, training_flops_per_token
+from spiralformer.accounting import parameters
 from spiralformer.console import Progress
-from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
-from spiralformer.data.windows import Split, TokenDataset, open_split, read_texts
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
 from spiralformer.train import log
-from spiralformer.train.checkpoint import Checkpoints, newest_whole, read_state
-from spiralformer.train.config import TrainConfig, default_of
-from spiralformer.train.distributed import (
-    Processes,
-    bfloat16_is_fast,
-    parallelize,
-    whole_model,
-)
-from spiralformer.train.log import Metrics, Record
+from spiralformer.train.checkpoint import Checkpoints, TrainState, newest_whole, read_state
+from spiralformer.train.config import TrainConfig
+from spiralformer.train.distributed import SharedError, parallelize, whole_model
+from spiralformer.train.log import Record, Sink
 from spiralformer.train.optim import make_optimizer
-
-PRECISIONS = ("float32", "bfloat16")
-LARGEST_MICRO_BATCH = 8  # where the recipe does not say
-COMPRESSED_TEXT = 1 << 26  # bytes of validation text that gzip and xz are tried on, at most
-
+from spiralformer.train.plan import Identity, RunPlan
 
 # ---------------------------------------------------------------------------- the folder
 
@@ -72,9 +59,8 @@ class RunFolder:
         self.result = self.path / "result.json"
 
     @contextlib.contextmanager
-    def locked(self, timeout: float = 0) -> Iterator[None]:
-        """Makes the folder and keeps other processes out, after waiting so long for one; −1: for
-        as long as it takes."""
+    def locked(self, wait: bool = False) -> Iterator[None]:
+        """Makes the folder and keeps other processes out; waits for one, if asked to."""
         with files.writing(self.path):
             names = set(os.listdir(self.path)) if self.path.is_dir() else set()
         if names and not names & {"lock", self.config.name}:
@@ -82,15 +68,15 @@ class RunFolder:
                 f"{self.path}: exists and is not the folder of a run; choose another out"
             )
         remedy = "wait for it, stop it, or choose another out"
-        with files.locked(self.path / "lock", "training", remedy, timeout):
+        with files.locked(self.path / "lock", "training", remedy, timeout=-1 if wait else 0):
             yield
 
     def clear(self) -> None:
         """Removes what a run has written."""
-        for path in vars(self).values():
-            if path != self.path and path.is_dir():
+        for path in set(vars(self).values()) - {self.path}:
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path != self.path:
+            else:
                 path.unlink(missing_ok=True)
 
 
@@ -110,271 +96,27 @@ class TrainResult:
     def valid_loss(self) -> float | None:
         return self.record["valid"]["loss"]
 
-    @property
-    def perplexity(self) -> float | None:
-        return self.record["valid"]["perplexity"]
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        return self.record["valid"]["bits_per_byte"]
-
     def metrics(self) -> list[Record]:
         return log.read_metrics(RunFolder(self.folder).metrics)
 
 
-@dataclass(frozen=True)
-class Earlier:
+class Earlier(NamedTuple):
     """What earlier calls left in the folder: a result, else a checkpoint, else nothing."""
 
     result: Record | None = None
     checkpoint: Path | None = None
-    state: dict[str, Any] | None = None
+    identity: Identity | None = None
 
     @classmethod
     def of(cls, folder: RunFolder, say: Callable[[str], None]) -> Earlier:
         if folder.result.exists():
-            return cls(result=files.read_json(folder.result))
+            result = files.read_json(folder.result)
+            return cls(result=result, identity=result["run"])
         path = newest_whole(folder.checkpoints, say)
-        return cls(checkpoint=path, state=read_state(path)) if path else cls()
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        return (self.result or self.state or {}).get("run")
+        return cls(checkpoint=path, identity=read_state(path)["run"]) if path else cls()
 
 
-# ---------------------------------------------------------------------------- what a run is
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The data of a run, opened."""
-
-    train_split: Split
-    train: TokenDataset
-    valid_split: Split | None
-    valid: TokenDataset | None
-    tokenizer: TextTokenizer | None  # shards from elsewhere have none
-
-    @classmethod
-    def open(cls, config: TrainConfig) -> Corpus:
-        data, vocab = config.data, config.model.vocab_size
-        train = open_split(data.path, "train", holdout=data.holdout)
-        valid = None
-        if data.valid and data.valid != "none":
-            valid = _open_valid(data.valid)
-        elif not data.valid:
-            valid = open_split(data.path, "valid", holdout=data.holdout)
-        if train.vocab_size is not None and train.vocab_size > vocab:
-            raise UserError(
-                f"model.vocab_size {vocab} is too small: the tokenizer of {data.path} has "
-                f"{train.vocab_size} tokens; set model.vocab_size={-(-train.vocab_size // 64) * 64}"
-            )
-        has_tokenizer = (Path(data.path) / "tokenizer.json").is_file()
-        return cls(
-            train,
-            TokenDataset(train.stream, config.length, config.seed, vocab),
-            valid,
-            TokenDataset(valid.stream, config.length, config.seed, vocab) if valid else None,
-            load_tokenizer(data.path) if has_tokenizer else None,
-        )
-
-    def compressors(self, config: TrainConfig) -> dict[str, float]:
-        """Bits per byte of gzip and xz on the validation text, where the text is at hand."""
-        size = self.valid_split.text_bytes if self.valid_split else None
-        if config.data.valid or not size or size > COMPRESSED_TEXT:
-            return {}
-        texts = read_texts(config.data.path, "valid")
-        return log.compressed_bits_per_byte(b"".join(text.encode() for text in texts))
-
-
-def _open_valid(path: str) -> Split:
-    """The validation split of a folder that has one, else all of it."""
-    try:
-        return open_split(path, "valid")
-    except UserError:
-        return open_split(path, "train")
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What follows from a recipe, its data and the processes at hand."""
-
-    config: TrainConfig
-    processes: Processes
-    steps: int
-    micro_batch: int
-    bfloat16: bool
-    fast: bool  # whether bfloat16 is, on this device; looked at where it may be used
-    identity: dict[str, Any]  # two runs with the same one learn the same
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, corpus: Corpus, processes: Processes, earlier: Earlier
-    ) -> RunPlan:
-        per_step = config.batch * config.length
-        tokens = config.tokens or math.ceil(config.epochs * corpus.train_split.tokens)
-        steps = config.steps or max(1, math.ceil(tokens / per_step))
-        share, rest = divmod(config.batch, processes.world)
-        micro = config.micro_batch or next(
-            m for m in range(LARGEST_MICRO_BATCH, 0, -1) if share % m == 0
-        )
-        if rest or share % micro or not share:
-            raise UserError(
-                f"batch {config.batch} cannot be divided among {processes.world} processes in "
-                f"micro-batches of {micro}: make it a multiple of {processes.world * micro}"
-            )
-        fast = config.precision != "float32" and processes.from_main(
-            processes.main and bfloat16_is_fast(processes.device)
-        )
-        precision = config.precision
-        if precision == "auto":  # a run goes on as it began
-            precision = (earlier.identity or {}).get("precision", PRECISIONS[fast])
-        identity = {
-            **{k: v for k, v in config.deciding().items() if k not in ("tokens", "epochs")},
-            "steps": steps,
-            "precision": precision,
-            "training data": corpus.train_split.identity,
-            "validation data": corpus.valid_split.identity if corpus.valid_split else None,
-        }
-        return cls(config, processes, steps, micro, precision == "bfloat16", fast, identity)
-
-    def refuse_another(self, folder: RunFolder, stored: dict[str, Any]) -> None:
-        """A folder holds one run. A field that it was written without had its default."""
-        differences = []
-        for name, here in self.identity.items():
-            there = stored.get(name, default_of(name))
-            if there != here:
-                differences.append(f"{name}: {there} there, {here} here")
-        if differences:
-            raise UserError(
-                f"{folder.path} holds another run ({'; '.join(differences)}); choose another out, "
-                "or start anew with --fresh"
-            )
-
-    @property
-    def micro_batch_count(self) -> int:
-        """Of a step, on each process."""
-        return self.config.batch // (self.micro_batch * self.processes.world)
-
-    @property
-    def valid_every(self) -> int:
-        return self.config.valid.every or max(1, self.steps // 20)
-
-    @functools.cached_property
-    def flops_per_token(self) -> float:
-        return training_flops_per_token(self.config.model, self.config.length)
-
-    def due(self, step: int, every: int) -> bool:
-        """After so many steps: what comes every so often, and at the end."""
-        return step == self.steps or (every > 0 and step % every == 0)
-
-    def micro_batches(self, data: TokenDataset, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        return data.micro_batches(
-            step,
-            global_batch=self.config.batch,
-            micro_batch=self.micro_batch,
-            rank=self.processes.rank,
-            world=self.processes.world,
-        )
-
-    def samples(self, step: int) -> range:
-        """The numbers of the sequences of a global batch."""
-        return range(step * self.config.batch, (step + 1) * self.config.batch)
-
-    def to_device(self, batch: Tensor) -> Tensor:
-        if self.processes.device.type == "cuda":
-            batch = batch.pin_memory()  # so that the copy does not stop the host
-        return batch.to(self.processes.device, non_blocking=True)
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.bfloat16)
-
-    def describe(self, corpus: Corpus) -> Iterator[str]:
-        config, processes = self.config, self.processes
-        counts = parameters(config.model)
-        yield (
-            f"model: {config.model.layout} {config.model.topology}, {counts.total:,} parameters "
-            f"({counts.non_embedding:,} without embeddings)"
-        )
-        valid = corpus.valid_split
-        yield f"data: {config.data.path}, {corpus.train_split.tokens:,} tokens" + (
-            f" and {valid.tokens:,} for validation" if valid else ", no validation"
-        )
-        tokens = self.steps * config.batch * config.length
-        yield (
-            f"plan: {self.steps:,} steps of {config.batch} × {config.length} tokens, "
-            f"{tokens:,} in all ({tokens / corpus.train_split.tokens:.2f} epochs)"
-        )
-        why, count = "", processes.world
-        if config.precision == "auto" and self.bfloat16 != self.fast:
-            why = " (auto: as it began)"
-        elif config.precision == "auto":
-            why = f" (auto: bfloat16 is {'fast' if self.fast else 'slow'} here)"
-        yield (
-            f"run: {config.out}, {PRECISIONS[self.bfloat16]}{why}, {processes.device}, "
-            + (f"{count} processes ({config.parallel})" if count > 1 else "1 process")
-            + f", micro-batches of {self.micro_batch} × {self.micro_batch_count}"
-        )
-        if self.bfloat16 and not self.fast:
-            yield "note: bfloat16 is slower than float32 on this device, so this will take longer"
-
-
-# ---------------------------------------------------------------------------- where it stands
-
-
-@dataclass
-class TrainState:
-    """Where a run stands: what a checkpoint holds beside tensors. The learning rate and the data of
-    a step follow from the number of finished steps."""
-
-    step: int = 0
-    tokens: int = 0  # targets trained on
-    seconds: float = 0.0  # spent in steps
-    skipped: int = 0  # steps without an update, their loss or gradient not being finite
-    skipped_in_a_row: int = 0
-    # Since the last line of metrics.jsonl:
-    line_tokens: int = 0
-    line_seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._unread: list[Tensor] = []  # loss and norm of steps that the device may still be at
-
-    def advance(self, loss: Tensor, norm: Tensor, targets: int) -> None:
-        self.step += 1
-        self.tokens += targets
-        self._unread.append(torch.stack((loss, norm.to(loss))))
-
-    def read_losses(self) -> None:
-        """What the steps since the last time came to, in one transfer."""
-        pairs = torch.stack(self._unread).tolist() if self._unread else []
-        self._unread = []
-        for loss, norm in pairs:
-            if math.isfinite(loss) and math.isfinite(norm):
-                self.skipped_in_a_row = 0
-                self.losses.append(loss)
-                self.norms.append(norm)
-            else:
-                self.skipped += 1
-                self.skipped_in_a_row += 1
-
-    def line(self, flops_per_token: float) -> Record:
-        """What metrics.jsonl says of the steps since its last line; skipped ones have no loss."""
-        seconds, tokens = self.seconds - self.line_seconds, self.tokens - self.line_tokens
-        speed = tokens / seconds if seconds else 0.0
-        mean = lambda values: math.fsum(values) / len(values) if values else None
-        record = {
-            "loss": mean(self.losses),
-            "grad_norm": mean(self.norms),
-            "skipped": self.skipped,
-            "seconds": self.seconds,
-            "tokens_per_second": speed,
-            "flops_per_second": speed * flops_per_token,
-        }
-        self.line_seconds, self.line_tokens = self.seconds, self.tokens
-        self.losses, self.norms = [], []
-        return record
+# ---------------------------------------------------------------------------- carried out
 
 
 @dataclass
@@ -383,57 +125,50 @@ class Run:
 
     folder: RunFolder
     plan: RunPlan
-    corpus: Corpus
     model: nn.Module  # as this process trains it
     optimizer: torch.optim.Optimizer
     checkpoints: Checkpoints
     state: TrainState
     progress: Progress
     signals: Signals
-    metrics: Metrics | None = None  # on the main process
-    sinks: list[Callable[[Record], None]] = field(default_factory=list)
-    watch: Callable[[Record], None] | None = None
+    sinks: list[Sink] = field(default_factory=list)  # of records, on the main process
     saved_at: float = field(default_factory=time.monotonic)
+
+    def mean_loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Of a micro-batch. Under autocast a weight is cast once in a forward pass, however often
+        the loop uses it: autocast keeps the cast copy until the pass ends."""
+        device, bfloat16 = self.plan.processes.device, self.plan.precision == "bfloat16"
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+            return self.model(ids.to(device), targets.to(device))
 
     def record(self, kind: str, **values: Any) -> Record:
         """Written wherever records are to be seen."""
         record = {"kind": kind, "step": self.state.step, "tokens": self.state.tokens, **values}
-        with files.writing(self.folder.metrics, self.checkpoints.note()):
+        note = self.checkpoints.note()
+        with self.plan.processes.together(), files.writing(self.folder.metrics, note):
             for sink in self.sinks:
                 sink(record)
-        if self.watch is not None:
-            self.watch(record)
         return record
 
     def save_or_stop(self) -> None:
         """A checkpoint if one is due; if someone asked for an end, that too."""
-        plan, state, settings = self.plan, self.state, self.plan.config.save
-        waited = time.monotonic() - self.saved_at
-        stops, late = plan.processes.any(
-            self.signals.received != 0, 0 < 60 * settings.minutes < waited
-        )
-        due = late or (settings.every and state.step % settings.every == 0)
-        last = state.step == plan.steps
-        if not (stops or last or (due and not state.skipped_in_a_row)):
+        plan, step, settings = self.plan, self.state.step, self.plan.config.save
+        late = 0 < 60 * settings.minutes < time.monotonic() - self.saved_at
+        every = plan.processes.gather((self.signals.received, late))
+        stopped_by = max(number for number, _ in every)
+        due = any(late for _, late in every) or plan.due(step, settings.every)
+        last = step == plan.steps
+        if not (stopped_by or last or (due and not self.state.skipped_in_a_row)):
             return
-        path = self.save()
-        if stops and not last:
-            number = self.signals.received or signal.SIGTERM
-            raise Interrupted(
-                f"stopped by {signal.Signals(number).name} after step {state.step:,} of "
-                f"{plan.steps:,}, saved as {path}; the same command goes on from there",
-                number,
-            )
-
-    def save(self) -> Path:
-        self.state.read_losses()
-        if self.metrics is not None:
-            self.metrics.sync()
-        state = dataclasses.asdict(self.state)
-        state |= {"run": self.plan.identity, "code": code_version()}
+        state = {"run": plan.identity, "code": code_version(), **dataclasses.asdict(self.state)}
         path = self.checkpoints.save(self.model, self.optimizer, state)
         self.saved_at = time.monotonic()
-        return path
+        if stopped_by and not last:
+            raise Interrupted(
+                f"stopped by {signal.Signals(stopped_by).name} after step {step:,} of "
+                f"{plan.steps:,}, saved as {path}; the same command goes on from there",
+                stopped_by,
+            )
 
     def stop_if_diverged(self) -> None:
         state, plan = self.state, self.plan
@@ -441,9 +176,9 @@ class Run:
             return
         first = state.step - state.skipped_in_a_row  # steps finished before it
         samples = plan.samples(first)
-        windows = [self.corpus.train.window_of(sample) for sample in samples]
+        windows = [plan.corpus.train.window_of(sample) for sample in samples]
         shown = ", ".join(map(str, windows[:8])) + (", …" if len(windows) > 8 else "")
-        raise UserError(
+        raise SharedError(
             f"loss or gradient was not finite in {state.skipped_in_a_row} steps in a row, first in "
             f"step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
             f"{plan.config.data.path}); {self.checkpoints.note()}; lower optim.lr or look at these "
@@ -454,26 +189,24 @@ class Run:
         """Writes the model's folder, the picture and, last of all, the result."""
         result: Record = {}
         whole = whole_model(self.model, self.plan.processes)
-        with self.plan.processes.together():
+        with self.plan.processes.together(), files.writing(self.folder.path):
             if whole is not None:
-                with files.writing(self.folder.path):
-                    result = self._write_result(whole)
+                result = self._write_result(whole)
         return self.plan.processes.from_main(result)
 
     def _write_result(self, model: SpiralFormer) -> Record:
         plan, config, folder, state = self.plan, self.plan.config, self.folder, self.state
         records = log.read_metrics(folder.metrics)
         last = {record["kind"]: record for record in records}
-        valid, counts = last.get("valid", {}), parameters(config.model)
-        tokenizer, extra = self.corpus.tokenizer, {}
+        valid, texts = last.get("valid", {}), last.get("sample", {}).get("texts", [])
+        counts, tokenizer, ends = parameters(config.model), plan.corpus.tokenizer, {}
         if tokenizer is not None:
-            extra = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
-        texts = last.get("sample", {}).get("texts", [])
-        speed = state.tokens / state.seconds if state.seconds else 0.0
-        save_model(model, folder.model, tokenizer=config.data.path if tokenizer else None, **extra)
+            ends = {"bos_token_id": tokenizer.eot_id, "eos_token_id": tokenizer.eot_id}
+        save_model(model, folder.model, tokenizer=config.data.path if tokenizer else None, **ends)
         title = f"{config.model.layout} {config.model.topology}, {counts.total / 1e6:.1f} M"
         log.draw_losses(records, folder.losses, title)
         files.write_text(folder.samples, log.sample_lines(texts) + "\n")
+        speed = state.tokens / state.seconds if state.seconds else 0.0
         result = {
             "layout": config.model.layout,
             "topology": config.model.topology,
@@ -488,7 +221,7 @@ class Run:
                 "bits_per_byte": valid.get("bits_per_byte"),
                 "tokens": valid.get("valid_tokens"),
             },
-            "compressors": self.corpus.compressors(config),
+            "compressors": plan.corpus.compressors(config),
             "skipped": state.skipped,
             "seconds": state.seconds,
             "tokens_per_second": speed,
@@ -503,60 +236,58 @@ class Run:
         return result
 
 
-# ---------------------------------------------------------------------------- taken up
-
-
 @contextlib.contextmanager
 def open_run(
     folder: RunFolder,
     plan: RunPlan,
-    corpus: Corpus,
-    earlier: Earlier,
+    checkpoint: Path | None,
     progress: Progress,
-    watch: Callable[[Record], None] | None,
+    watch: Sink | None,
 ) -> Iterator[Run]:
-    """The model and the optimiser as the last checkpoint has them, or as they begin."""
+    """The model and the optimiser as the checkpoint has them, or as they begin."""
     config, processes = plan.config, plan.processes
+    model = parallelize(_initial_model(config, processes.device), config.parallel, processes)
+    optimizer = make_optimizer(model, config.optim)
+    checkpoints = Checkpoints(folder.checkpoints, config.save.keep, processes)
+    state = TrainState()
+    if checkpoint is not None:
+        progress.say(f"resuming from {checkpoint}")
+        checkpoints.load(checkpoint, model, optimizer)
+        stored = read_state(checkpoint)
+        state = TrainState.from_dict(stored)
+        if stored["code"] != code_version():
+            progress.say(f"note: it was written by {stored['code']}")
+    progress.start(plan.steps, state.step)
     with contextlib.ExitStack() as stack:
-        cuda = [processes.device] if processes.device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(cuda))
-        torch.manual_seed(config.seed)
-        model = SpiralFormer(config.model).to(processes.device).train()
-        model.set_checkpointing(config.checkpointing)
-        if config.compile:
-            for layers in model.stacks():
-                for block in layers.blocks:
-                    block.compile()  # in place, so that names and hooks stay what they are
-        trained = parallelize(model, config.parallel, processes)
-        optimizer = make_optimizer(trained, config.optim)
-        checkpoints = Checkpoints(folder.checkpoints, config.save.keep, processes)
-        state = TrainState()
-        if earlier.checkpoint and earlier.state:
-            checkpoints.load(earlier.checkpoint, trained, optimizer)
-            names = {each.name for each in dataclasses.fields(TrainState)}
-            state = TrainState(**{k: v for k, v in earlier.state.items() if k in names})
-            if earlier.state["code"] != code_version():
-                progress.say(f"note: it was written by {earlier.state['code']}")
-            progress.say(f"resuming from {earlier.checkpoint}")
-        progress.start(plan.steps, state.step)
         signals = stack.enter_context(Signals(progress.say))
-        run = Run(folder, plan, corpus, trained, optimizer, checkpoints, state, progress, signals)
-        with processes.together():
+        run = Run(folder, plan, model, optimizer, checkpoints, state, progress, signals)
+        with processes.together(), files.writing(folder.path):
             if processes.main:
-                run.watch = watch
-                with files.writing(folder.path):
-                    files.write_json(folder.config, config.to_dict())
-                    run.metrics = Metrics(folder.metrics, state.step)
-                    stack.callback(run.metrics.file.close)
-                    run.sinks.append(run.metrics.write)
+                if checkpoint is None:
+                    folder.clear()
+                files.write_json(folder.config, config.to_dict())
+                run.sinks = [stack.enter_context(log.metrics_file(folder.metrics, state.step))]
                 if config.log.tensorboard:
                     board = log.tensorboard(folder.tensorboard, state.step)
                     run.sinks.append(stack.enter_context(board))
                 if config.log.wandb:
-                    fields = config.to_dict()
-                    board = log.weights_and_biases(config.log.wandb, folder.path, fields)
-                    run.sinks.append(stack.enter_context(board))
+                    project = log.weights_and_biases(config, folder.path)
+                    run.sinks.append(stack.enter_context(project))
+                if watch is not None:
+                    run.sinks.append(watch)
         yield run
+
+
+def _initial_model(config: TrainConfig, device: torch.device) -> SpiralFormer:
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(config.seed)
+        model = SpiralFormer(config.model).to(device).train()
+    model.set_checkpointing(config.checkpointing)
+    if config.compile:
+        for layers in model.stacks():
+            for block in layers.blocks:
+                block.compile()  # in place, so that names and hooks stay what they are
+    return model
 
 
 @functools.cache
@@ -589,11 +320,9 @@ class Interrupted(KeyboardInterrupt):
 class Signals:
     """Notes SIGINT and SIGTERM so that a step can be finished; the second stops at once.
 
-    Launchers signal a process and its group, or twice in a row: within a second that is one.
-    """
+    Launchers signal a process and its group, or twice in a row: within a second that is one."""
 
     SAME = 1.0
-    HANDLED = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.received, self.at = say, 0, 0.0
@@ -601,14 +330,15 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
-            self.before = {number: signal.signal(number, self._note) for number in self.HANDLED}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: object) -> None:
         now = time.monotonic()
         if self.received and now - self.at < self.SAME:
             return
