@@ -403,15 +403,17 @@ def test_the_studies_are_understood_at_every_scale(name, scale):
         assert len({row.steps for row in study.rows}) == 1
 
 
-def test_main_and_ablation_have_the_rows_of_tables_1_and_2():
+def test_main_and_ablation_have_the_rows_of_tables_1_and_2_and_our_operators():
     study = spec.load("main", "410m")
     assert (len(study.rows), study.seeds) == (7, 3)
     for row in study.rows:
         if (name := row.paper.format("410m")) in presets.PRESETS:
             assert row.model == presets.preset(name)
-    rows = {row.paper.format("410m"): row for row in spec.load("ablation", "410m").rows}
-    assert list(rows)[: len(paper.TABLE_2)] == list(paper.TABLE_2)
-    assert all(rows[name].model == presets.preset(name) for name in paper.TABLE_2)
+    *rows, attention, by_input = spec.load("ablation", "410m").rows
+    assert [row.paper.format("410m") for row in rows] == list(paper.TABLE_2)
+    assert [row.model for row in rows] == [presets.preset(name) for name in paper.TABLE_2]
+    assert attention.model == presets.preset("spiral-b-410m-mesh-attention")
+    assert by_input.model == presets.preset("spiral-b-410m-mesh-input")
 
 
 @pytest.mark.parametrize("name", ["recurrence", "schedule"])
