@@ -15,6 +15,7 @@ from spiralformer.console import say
 from spiralformer.errors import UserError
 
 DEFAULT_SCALE = "bytes-s"
+RESULTS, README = Path("docs/results"), Path("README.md")  # of a checkout
 EPILOG = """\
 examples:
   spiralformer study main --corpus enwik8.gz --dry-run
@@ -93,9 +94,9 @@ def _conduct(args: argparse.Namespace) -> int:
     pool = RunPool(args.jobs, args.quiet)
     runs = StudyRuns.of(study, args.cache, pool, folder=args.data, file=args.corpus)
     if args.dry_run:
-        _, due = runs.plan()
-        for planned in due:
-            print(f"{planned.label}, {planned.config.steps:,} steps, {planned.flops:.3g} FLOPs")
+        for run in runs.plan():
+            if not run.finished:
+                print(f"{run.label}, {run.config.steps:,} steps, {run.flops:.3g} FLOPs")
         runs.announce()
         return 0
     if not args.report_only:
@@ -111,8 +112,9 @@ def _conduct(args: argparse.Namespace) -> int:
     if args.tasks:
         from spiralformer.cli import main
 
-        models = [str(run.folder / "model") for row, run in runs.rows(records.sweeps)
-                  if run.config.seed == 0 and run.finished]  # fmt: skip
+        chosen = {family: sweep.chosen for family, sweep in records.sweeps.items()}
+        first = [run for _, run in runs.rows(chosen) if run.config.seed == 0 and run.finished]
+        models = [str(run.folder / "model") for run in first]
         out = ["--data-dir", str(args.data_dir), "--out", str(_out(args) / "eval")]
         code = main(["eval", *models, "--tasks", *args.tasks, *out]) or code
     return 1 if records.unfinished and not args.report_only else code
@@ -125,14 +127,16 @@ def _out(args: argparse.Namespace) -> Path:
 
 
 def _redraw(args: argparse.Namespace) -> int:
-    """Where nothing else is said, the committed records."""
-    from spiralformer.study.page import redraw
+    """Where nothing else is said, the committed records, and what the README says of them."""
+    from spiralformer.study import page
     from spiralformer.study.records import FILE, Records
 
-    committed = Path("docs/results") / _out(args).name
+    committed = RESULTS / _out(args).name
     folder = committed if args.out is None and (committed / FILE).is_file() else _out(args)
-    for path in redraw(Records.read(folder), folder):
-        print(path)
+    written = page.redraw(Records.read(folder), folder)
+    if folder.parent == RESULTS and page.update_readme(README, RESULTS):
+        written.append(README)
+    print("\n".join(map(str, written)))
     return 0
 
 
