@@ -112,9 +112,8 @@ def _conduct(args: argparse.Namespace) -> int:
     if args.tasks:
         from spiralformer.cli import main
 
-        chosen = {family: sweep.chosen for family, sweep in records.sweeps.items()}
-        first = [run for _, run in runs.rows(chosen) if run.config.seed == 0 and run.finished]
-        models = [str(run.folder / "model") for run in first]
+        finished = [run for _, run in runs.rows(records.sweeps) if run.finished]
+        models = [str(run.folder / "model") for run in finished if run.config.seed == 0]
         out = ["--data-dir", str(args.data_dir), "--out", str(_out(args) / "eval")]
         code = main(["eval", *models, "--tasks", *args.tasks, *out]) or code
     return 1 if records.unfinished and not args.report_only else code

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import csv
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,37 +39,33 @@ def _columns(records: Records) -> list[Column]:
     columns += [
         ("params (M)", lambda r: f"{r.parameters / 1e6:.3f}"),
         ("non-emb.", lambda r: f"{r.non_embedding / 1e6:.3f}"),
-        ("training FLOPs", lambda r: _number(r.spent, ".3g")),
-        ("FLOPs vs ref.", lambda r: _percent(r.flops, base(r))),
+        ("training FLOPs", lambda r: f"{r.spent:.3g}" if r.runs else ""),
+        ("FLOPs vs ref.", lambda r: _flops_against(r, base(r))),
         ("LR", lambda r: f"{r.runs[0].lr:.2g}" if r.runs else ""),
         ("seeds", lambda r: str(len(r.runs))),
         (records.unit, _loss),
-        ("Δ vs ref.", lambda r: _number(_difference(r, base(r)), "+.4f")),
+        ("Δ vs ref.", lambda r: _loss_against(r, base(r))),
     ]
     if any(map(_in_the_paper, rows)):
         columns.append(("Pile perplexity in the paper", _in_the_paper))
     return columns
 
 
-def _difference(row: RowRecord, base: RowRecord | None) -> float:
-    differences = paired([(row, base)]) if base else []
-    return sum(differences) / len(differences) if differences else math.nan
-
-
 def _loss(row: RowRecord) -> str:
     failed = next(iter(row.failures.values()), "")
     if not row.runs:
         return f"failed: {failed}" if failed else "not run"
-    spread = "" if math.isnan(row.spread) else f" ± {row.spread:.4f}"
+    spread = f" ± {row.spread:.4f}" if len(row.runs) > 1 else ""
     return f"{row.mean:.4f}{spread}" + (f" ({len(row.failures)} failed)" if failed else "")
 
 
-def _percent(value: float, base: RowRecord | None) -> str:
-    return "" if base is None else f"{100 * (value / base.flops - 1):+.1f} %"
+def _flops_against(row: RowRecord, base: RowRecord | None) -> str:
+    return f"{100 * (row.flops / base.flops - 1):+.1f} %" if base else ""
 
 
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)
+def _loss_against(row: RowRecord, base: RowRecord | None) -> str:
+    differences = paired([(row, base)]) if base else []
+    return f"{sum(differences) / len(differences):+.4f}" if differences else ""
 
 
 def _in_the_paper(row: RowRecord) -> str:
@@ -91,11 +86,7 @@ def verdict_cells(records: Records) -> Cells:
     rows = []
     for verdict in verdicts(records):
         word = f"{verdict.word}: {verdict.why}" if verdict.why else verdict.word
-        numbers = ["", "", ""]
-        if (estimate := verdict.estimate) is not None:
-            low, high = estimate.interval
-            numbers = [f"{estimate.mean:+.4f}", f"{low:+.4f} … {high:+.4f}"]
-            numbers.append(f"{estimate.detectable:.4f}")
+        numbers = verdict.estimate.in_words() if verdict.estimate else ("", "", "")
         seeds = ", ".join(f"{difference:+.4f}" for difference in verdict.differences)
         rows.append([verdict.says, verdict.claim.source, word, *numbers, seeds])
     return head, rows

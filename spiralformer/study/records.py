@@ -123,19 +123,17 @@ class RowRecord(Record):
 
     @property
     def mean(self) -> float:
-        return float(np.mean(list(self.unit_losses.values()))) if self.runs else math.nan
+        return float(np.mean(list(self.unit_losses.values())))
 
     @property
     def spread(self) -> float:
-        """Standard deviation over seeds."""
-        values = list(self.unit_losses.values())
-        return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        """Standard deviation over seeds, of which there are two at least."""
+        return float(np.std(list(self.unit_losses.values()), ddof=1))
 
     @property
     def spent(self) -> float:
         """Training FLOPs of a run."""
-        tokens = [run.tokens for run in self.runs]
-        return self.training_flops * float(np.mean(tokens)) if tokens else math.nan
+        return self.training_flops * float(np.mean([run.tokens for run in self.runs]))
 
 
 class SweepRecord(Record):

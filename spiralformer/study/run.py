@@ -286,21 +286,20 @@ class StudyRuns:
 
     # ------------------------------------------------------------------ rows
 
-    def rows(self, rates: Mapping[str, float | None]) -> Iterator[tuple[Row, Run]]:
+    def rows(self, sweeps: Mapping[str, SweepRecord]) -> Iterator[tuple[Row, Run]]:
         """Seed by seed, so that an unfinished study has whole ones."""
         for seed in range(self.study.seeds):
             for row in self.study.rows:
-                if (lr := rates[row.family]) is not None:
+                if (lr := sweeps[row.family].chosen) is not None:
                     yield row, self.row_run(row, lr, seed)
 
     def conduct(self, after: Callable[[], object] = lambda: None) -> None:
         """Carries out what is missing; `after` is called each time that a row has one run more."""
         for _ in range(1 + self.study.file.sweep.extensions):
-            next_rates = {family: self.next_rates(s) for family, s in self.sweeps().items()}
-            runs = [self.sweep_run(family, lr) for family, lrs in next_rates.items() for lr in lrs]
+            rates = {family: self.next_rates(sweep) for family, sweep in self.sweeps().items()}
+            runs = [self.sweep_run(family, lr) for family in rates for lr in rates[family]]
             self.pool.run(runs, "sweeps")
-        chosen = {family: sweep.chosen for family, sweep in self.sweeps().items()}
-        self.pool.run([run for _, run in self.rows(chosen)], self.study.name, after)
+        self.pool.run([run for _, run in self.rows(self.sweeps())], self.study.name, after)
 
     def records(self) -> Records:
         """Of what is finished."""
@@ -310,7 +309,7 @@ class StudyRuns:
         for row in study.rows:
             if sweeps[row.family].chosen is None:
                 failures[row.id][0] = f"no learning rate: no sweep of {row.family} is finished"
-        for row, run in self.rows({family: sweep.chosen for family, sweep in sweeps.items()}):
+        for row, run in self.rows(sweeps):
             if run.finished:
                 runs[row.id].append(run.record())
             elif reason := self.pool.failures.get(run.folder):
@@ -351,9 +350,10 @@ class StudyRuns:
     def plan(self) -> list[Run]:
         """All runs that are foreseen. Until a sweep has begun, the scale's rate stands for the one
         that it will give."""
-        rates = {f: sweep.chosen or self.study.scale.lr for f, sweep in self.sweeps().items()}
-        runs = [self.sweep_run(f, lr) for f in self.study.families for lr in self.study.rates]
-        runs += [run for _, run in self.rows(rates)]
+        guess = SweepRecord(tried=[(self.study.scale.lr, 0.0)])
+        sweeps = {f: guess if sweep.chosen is None else sweep for f, sweep in self.sweeps().items()}
+        runs = [self.sweep_run(family, lr) for family in sweeps for lr in self.study.rates]
+        runs += [run for _, run in self.rows(sweeps)]
         return list({run.folder: run for run in runs}.values())
 
     def announce(self) -> None:

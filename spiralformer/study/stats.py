@@ -56,6 +56,11 @@ class Estimate:
         t = stats.t(self.freedom)
         return float(t.ppf((1 + CONFIDENCE) / 2) + t.ppf(POWER)) * self.error
 
+    def in_words(self) -> tuple[str, str, str]:
+        """Mean, interval, and what is detectable."""
+        low, high = self.interval
+        return f"{self.mean:+.4f}", f"{low:+.4f} … {high:+.4f}", f"{self.detectable:.4f}"
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -124,7 +129,7 @@ class Verdict:
     claim: Claim
     says: str
     word: str
-    why: str  # there is no verdict, or the loss is not what was compared
+    why: str  # there is no verdict; or the whole comparison, where it is exact
     estimate: Estimate | None = None
     differences: tuple[float, ...] = ()
 
@@ -262,9 +267,6 @@ def measured(verdict: Verdict, unit: str) -> str:
     """What a verdict rests on."""
     if verdict.estimate is None:
         return verdict.why
-    low, high = verdict.estimate.interval
-    numbers = (
-        f"{verdict.estimate.mean:+.4f} {unit}, 95 % interval {low:+.4f} … {high:+.4f}, detectable "
-        f"{verdict.estimate.detectable:.4f}"
-    )
+    mean, interval, detectable = verdict.estimate.in_words()
+    numbers = f"{mean} {unit}, 95 % interval {interval}, detectable {detectable}"
     return f"{verdict.why}: {numbers}" if verdict.why else numbers
