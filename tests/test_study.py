@@ -65,8 +65,8 @@ def write_study(folder: Path, fields: dict) -> str:
 
 
 def study_runs(path: str, corpus: str, cache: Path, **changes) -> StudyRuns:
-    study = spec.load(path, "tiny", **changes)
-    return StudyRuns.of(study, cache, RunPool(jobs=2, quiet=True), file=corpus)
+    study, data = spec.load(path, "tiny", **changes), open_corpus("", corpus, cache)
+    return StudyRuns(study.at(data.vocab_size), data, cache, RunPool(jobs=2, quiet=True))
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,10 +90,11 @@ def _conduct(args: argparse.Namespace) -> int:
 
     study = spec.load(args.name, args.scale, budget=args.budget, seeds=args.seeds, only=args.only)
 
+    from spiralformer.study.corpus import open_corpus
     from spiralformer.study.run import RunPool, StudyRuns
 
-    pool = RunPool(args.jobs, args.quiet)
-    runs = StudyRuns.of(study, args.cache, pool, folder=args.data, file=args.corpus)
+    corpus, pool = open_corpus(args.data, args.corpus, args.cache), RunPool(args.jobs, args.quiet)
+    runs = StudyRuns(study.at(corpus.vocab_size), corpus, args.cache, pool, _command(args))
     if args.dry_run:
         for run in runs.plan():
             if not run.finished:
@@ -106,7 +108,7 @@ def _conduct(args: argparse.Namespace) -> int:
             runs.conduct(lambda: runs.records().write(_out(args)))
     records = runs.records()
     if not any(row.runs for row in records.rows):
-        reason = next((text for row in records.rows for text in row.failures.values()), "not begun")
+        reason = next(iter(pool.failures.values()), "not begun")
         raise UserError(f"no run of {study.name} is finished in {args.cache}: {reason}")
     code = _written(args, records)
     if args.tasks:
@@ -117,6 +119,20 @@ def _conduct(args: argparse.Namespace) -> int:
         out = ["--data-dir", str(args.data_dir), "--out", str(_out(args) / "eval")]
         code = main(["eval", *models, "--tasks", *args.tasks, *out]) or code
     return 1 if records.unfinished and not args.report_only else code
+
+
+def _command(args: argparse.Namespace) -> str:
+    """What others would write to repeat it, with files of their own."""
+    options = {
+        "--scale": args.scale,
+        "--seeds": args.seeds,
+        "--budget": args.budget,
+        "--corpus": Path(args.corpus).name,
+        "--data": Path(args.data).name,
+        "--only": args.only,
+    }
+    given = [word for name, value in options.items() if value for word in (name, str(value))]
+    return shlex.join(["spiralformer", "study", args.name, *given])
 
 
 def _out(args: argparse.Namespace) -> Path:

@@ -52,11 +52,11 @@ def _columns(records: Records) -> list[Column]:
 
 
 def _loss(row: RowRecord) -> str:
-    failed = next(iter(row.failures.values()), "")
+    failed = f"{len(row.failures)} failed" if row.failures else ""
     if not row.runs:
-        return f"failed: {failed}" if failed else "not run"
+        return failed or "not run"
     spread = f" ± {row.spread:.4f}" if len(row.runs) > 1 else ""
-    return f"{row.mean:.4f}{spread}" + (f" ({len(row.failures)} failed)" if failed else "")
+    return f"{row.mean:.4f}{spread}" + (f" ({failed})" if failed else "")
 
 
 def _flops_against(row: RowRecord, base: RowRecord | None) -> str:
@@ -136,9 +136,12 @@ def notes(records: Records) -> list[str]:
     ]
     if records.unfinished:
         made.append(f"{count(records.unfinished, 'run')} not finished")
-    made.append(f"made by {'; '.join(sorted({run.code for run in records.runs}))}")
     hours = sum(run.seconds for run in records.runs) / 3600
-    made.append(f"on {records.machine}, {hours:.2f} hours of training")
+    made += [
+        *([f"command: `{records.command}`"] if records.command else []),
+        f"code: {'; '.join(sorted({run.code for run in records.runs}))}",
+        f"machine: {records.machine}; the runs of the table took {hours:.2f} hours",
+    ]
     if noise:
         freedom = count(noise.freedom, "degree of freedom", "degrees of freedom")
         made.append(f"noise of a run: σ = {noise.sigma:.4f} {records.unit}, {freedom}")
@@ -163,10 +166,10 @@ def markdown(records: Records) -> str:
 
 def for_terminal(records: Records) -> str:
     head, rows = cells(records)
-    left_out = ("layout", "non-emb.", "Pile perplexity in the paper")
-    wanted = [k for k, name in enumerate(head) if name not in left_out]
-    shown = [[row[k] for k in wanted] for row in rows]
-    lines = [finding(records), "", table([head[k] for k in wanted], shown)]
+    wanted = ("training FLOPs", "LR", "seeds", records.unit, "Δ vs ref.")
+    shown = [k for k, name in enumerate(head) if k == 0 or name in wanted]
+    content = [[row[k] for k in shown] for row in rows]
+    lines = [finding(records), "", table([head[k] for k in shown], content)]
     if records.figure == "power":
         lines.append(table(*power_cells(records), left=0))
     lines += [f"{v.word:>10}  {v.says}: {measured(v, records.unit)}" for v in verdicts(records)]

@@ -160,6 +160,7 @@ class Records(Record):
     about: str
     setting: str
     machine: str
+    command: str = ""
     figure: Figure
     match: str
     reference: str

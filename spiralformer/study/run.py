@@ -32,7 +32,7 @@ from spiralformer.console import Progress, count, duration, say
 from spiralformer.errors import UserError
 from spiralformer.files import read_json
 from spiralformer.study import spec
-from spiralformer.study.corpus import Corpus, open_corpus, tokens_are_bytes
+from spiralformer.study.corpus import Corpus, tokens_are_bytes
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.spec import Row, Study
 from spiralformer.train import TrainConfig, read_metrics
@@ -214,13 +214,7 @@ class StudyRuns:
     corpus: Corpus
     cache: Path
     pool: RunPool
-
-    @classmethod
-    def of(
-        cls, study: Study, cache: Path, pool: RunPool, *, folder: str = "", file: str = ""
-    ) -> StudyRuns:
-        corpus = open_corpus(folder, file, cache)
-        return cls(study.at(corpus.vocab_size or study.scale.vocab_size), corpus, cache, pool)
+    command: str = ""  # that starts it
 
     def run(self, name: str, model: SpiralConfig, steps: int, lr: float, seed: int) -> Run:
         scale, every = self.study.scale, max(1, steps // POINTS)
@@ -306,9 +300,6 @@ class StudyRuns:
         study, sweeps = self.study, self.sweeps()
         runs: dict[str, list[RunRecord]] = {row.id: [] for row in study.rows}
         failures: dict[str, dict[int, str]] = {row.id: {} for row in study.rows}
-        for row in study.rows:
-            if sweeps[row.family].chosen is None:
-                failures[row.id][0] = f"no learning rate: no sweep of {row.family} is finished"
         for row, run in self.rows(sweeps):
             if run.finished:
                 runs[row.id].append(run.record())
@@ -320,6 +311,7 @@ class StudyRuns:
             about=study.file.about.strip(),
             setting=self.setting(),
             machine=machine(),
+            command=self.command,
             figure=study.file.figure,
             match=study.file.match,
             reference=study.file.reference or study.file.rows[0].called,

@@ -301,8 +301,10 @@ class Study:
         names = {row.name for row in self.rows}
         return [claim for claim in self.file.claims if names.issuperset(claim.rows)]
 
-    def at(self, vocab_size: int) -> Study:
-        """The same with models of this vocabulary."""
+    def at(self, vocab_size: int | None) -> Study:
+        """The same with models of this vocabulary, where it is known."""
+        if vocab_size is None:
+            return self
         scale = dataclasses.replace(self.scale, vocab_size=vocab_size)
         rows = {row.id: row for row in _rows(self.file, scale)}
         return dataclasses.replace(self, scale=scale, rows=tuple(rows[row.id] for row in self.rows))
