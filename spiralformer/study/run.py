@@ -74,9 +74,7 @@ class Run:
         study."""
         from spiralformer.train import train
 
-        result = train(self.config, quiet=True, wait=True).record
-        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of no use any more
-        return result
+        return train(self.config, quiet=True, wait=True).record
 
     @property
     def loss(self) -> float:
@@ -131,6 +129,7 @@ def _carry_out(run: Run, threads: int, reasons: Connection) -> None:
     torch.set_num_threads(threads)
     try:
         run.carry_out()
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # of no use any more
     except Interrupted as stop:
         sys.exit(128 + stop.signal)
     except Exception as error:
