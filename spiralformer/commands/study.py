@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from spiralformer.console import say
 from spiralformer.errors import UserError
 
 DEFAULT_SCALE = "bytes-s"
+RESULTS, README = Path("docs/results"), Path("README.md")  # of a checkout
 EPILOG = """\
 examples:
   spiralformer study main --corpus enwik8.gz --dry-run
@@ -88,14 +90,15 @@ def _conduct(args: argparse.Namespace) -> int:
 
     study = spec.load(args.name, args.scale, budget=args.budget, seeds=args.seeds, only=args.only)
 
+    from spiralformer.study.corpus import open_corpus
     from spiralformer.study.run import RunPool, StudyRuns
 
-    pool = RunPool(args.jobs, args.quiet)
-    runs = StudyRuns.of(study, args.cache, pool, folder=args.data, file=args.corpus)
+    corpus, pool = open_corpus(args.data, args.corpus, args.cache), RunPool(args.jobs, args.quiet)
+    runs = StudyRuns(study.at(corpus.vocab_size), corpus, args.cache, pool, _command(args))
     if args.dry_run:
-        _, due = runs.plan()
-        for planned in due:
-            print(f"{planned.label}, {planned.config.steps:,} steps, {planned.flops:.3g} FLOPs")
+        for run in runs.plan():
+            if not run.finished:
+                print(f"{run.label}, {run.config.steps:,} steps, {run.flops:.3g} FLOPs")
         runs.announce()
         return 0
     if not args.report_only:
@@ -105,17 +108,31 @@ def _conduct(args: argparse.Namespace) -> int:
             runs.conduct(lambda: runs.records().write(_out(args)))
     records = runs.records()
     if not any(row.runs for row in records.rows):
-        reason = next((text for row in records.rows for text in row.failures.values()), "not begun")
+        reason = next(iter(pool.failures.values()), "not begun")
         raise UserError(f"no run of {study.name} is finished in {args.cache}: {reason}")
     code = _written(args, records)
     if args.tasks:
         from spiralformer.commands.eval import evaluate
         from spiralformer.evaluate.run import Options
 
-        models = [run.folder / "model" for row, run in runs.rows(records.sweeps)
-                  if run.config.seed == 0 and run.finished]  # fmt: skip
+        finished = [run for _, run in runs.rows(records.sweeps) if run.finished]
+        models = [run.folder / "model" for run in finished if run.config.seed == 0]
         evaluate(models, Options(args.tasks, data_dir=args.data_dir, out=_out(args) / "eval"))
     return 1 if records.unfinished and not args.report_only else code
+
+
+def _command(args: argparse.Namespace) -> str:
+    """What others would write to repeat it, with files of their own."""
+    options = {
+        "--scale": args.scale,
+        "--seeds": args.seeds,
+        "--budget": args.budget,
+        "--corpus": Path(args.corpus).name,
+        "--data": Path(args.data).name,
+        "--only": args.only,
+    }
+    given = [word for name, value in options.items() if value for word in (name, str(value))]
+    return shlex.join(["spiralformer", "study", args.name, *given])
 
 
 def _out(args: argparse.Namespace) -> Path:
@@ -125,14 +142,16 @@ def _out(args: argparse.Namespace) -> Path:
 
 
 def _redraw(args: argparse.Namespace) -> int:
-    """Where nothing else is said, the committed records."""
-    from spiralformer.study.page import redraw
+    """Where nothing else is said, the committed records, and what the README says of them."""
+    from spiralformer.study import page
     from spiralformer.study.records import FILE, Records
 
-    committed = Path("docs/results") / _out(args).name
+    committed = RESULTS / _out(args).name
     folder = committed if args.out is None and (committed / FILE).is_file() else _out(args)
-    for path in redraw(Records.read(folder), folder):
-        print(path)
+    written = page.redraw(Records.read(folder), folder)
+    if folder.parent == RESULTS and page.update_readme(README, RESULTS):
+        written.append(README)
+    print("\n".join(map(str, written)))
     return 0
 
 

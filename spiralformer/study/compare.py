@@ -11,7 +11,7 @@ from spiralformer.errors import UserError
 from spiralformer.files import read_json
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.run import Run, machine
-from spiralformer.study.spec import Claim
+from spiralformer.study.spec import Claim, Row
 from spiralformer.train import TrainConfig
 
 
@@ -71,17 +71,11 @@ def _row(
     mean = lambda seeds: sum(record.loss for record in seeds.values()) / len(seeds)
     sweep = SweepRecord(tried=sorted((lr, mean(seeds)) for lr, seeds in runs.items()))
     assert sweep.chosen is not None
-    config = members[0][0].config
-    model = config.model
+    run = members[0][0]
+    model = run.config.model
     name = f"{model.layout} {model.topology}".removesuffix(" none") + f" d{model.hidden_size}"
     if name in taken:
-        name += f" ({members[0][0].folder.name})"
-    row = RowRecord(
-        name=name,
-        id=name,
-        label=name,
-        family=name,
-        runs=[record for _, record in sorted(runs[sweep.chosen].items())],
-        **RowRecord.counts(model, config.length),
-    )
-    return row, sweep
+        name += f" ({run.folder.name})"
+    row = Row(name, name, model, family=name, steps=run.config.steps)
+    records = [record for _, record in sorted(runs[sweep.chosen].items())]
+    return RowRecord.of(row, run.config.length, records, {}), sweep

@@ -6,26 +6,19 @@ from __future__ import annotations
 import base64
 import csv
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 
+from spiralformer import paper, presets
 from spiralformer.console import count, markdown_table, table
-from spiralformer.files import write_bytes
-from spiralformer.study.figures import draw, paper_quality
-from spiralformer.study.records import Records, RowRecord
-from spiralformer.study.stats import RULE, finding, noise_of, paired, power, verdicts
+from spiralformer.files import read_text, write_bytes, write_text
+from spiralformer.study.figures import CAPTIONS, draw
+from spiralformer.study.records import FILE, Records, RowRecord
+from spiralformer.study.stats import RULE, finding, measured, noise_of, paired, power, verdicts
 
-CAPTIONS = {
-    "families": "Loss against training compute, and the difference to the reference",
-    "recurrence": "Loss against recurrence ratio",
-    "scaling": "Scaling, beside the paper’s",
-    "schedule": "Loss of the schedules",
-    "power": "The gap of each budget",
-    "curves": "The runs by what they saw, what they cost and how long they took",
-    "sweep": "Sweeps of the learning rate",
-}
 Column = tuple[str, Callable[[RowRecord], str]]
+Cells = tuple[list[str], list[list[str]]]
+UNDER = "± is one standard deviation over seeds. Ref. is “{}”, compared seed by seed."
 
 
 # ---------------------------------------------------------------------------- the table
@@ -46,64 +39,61 @@ def _columns(records: Records) -> list[Column]:
     columns += [
         ("params (M)", lambda r: f"{r.parameters / 1e6:.3f}"),
         ("non-emb.", lambda r: f"{r.non_embedding / 1e6:.3f}"),
-        ("training FLOPs", lambda r: _number(r.spent, ".3g")),
-        ("FLOPs vs ref.", lambda r: _percent(r.flops, base(r))),
+        ("training FLOPs", lambda r: f"{r.spent:.3g}" if r.runs else ""),
+        ("FLOPs vs ref.", lambda r: _flops_against(r, base(r))),
         ("LR", lambda r: f"{r.runs[0].lr:.2g}" if r.runs else ""),
         ("seeds", lambda r: str(len(r.runs))),
         (records.unit, _loss),
-        ("Δ vs ref.", lambda r: _number(_difference(r, base(r)), "+.4f")),
+        ("Δ vs ref.", lambda r: _loss_against(r, base(r))),
     ]
-    if any(map(paper_quality, rows)):
-        columns.append(("Pile perplexity in the paper", _papers))
+    if any(map(_in_the_paper, rows)):
+        columns.append(("Pile perplexity in the paper", _in_the_paper))
     return columns
 
 
-def _difference(row: RowRecord, base: RowRecord | None) -> float:
-    differences = paired([(row, base)]) if base else []
-    return sum(differences) / len(differences) if differences else math.nan
-
-
 def _loss(row: RowRecord) -> str:
-    failed = next(iter(row.failures.values()), "")
+    failed = f"{len(row.failures)} failed" if row.failures else ""
     if not row.runs:
-        return f"failed: {failed}" if failed else "not run"
-    spread = "" if math.isnan(row.spread) else f" ± {row.spread:.4f}"
-    return f"{row.mean:.4f}{spread}" + (f" ({len(row.failures)} failed)" if failed else "")
+        return failed or "not run"
+    spread = f" ± {row.spread:.4f}" if len(row.runs) > 1 else ""
+    return f"{row.mean:.4f}{spread}" + (f" ({failed})" if failed else "")
 
 
-def _percent(value: float, base: RowRecord | None) -> str:
-    return "" if base is None else f"{100 * (value / base.flops - 1):+.1f} %"
+def _flops_against(row: RowRecord, base: RowRecord | None) -> str:
+    return f"{100 * (row.flops / base.flops - 1):+.1f} %" if base else ""
 
 
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)
+def _loss_against(row: RowRecord, base: RowRecord | None) -> str:
+    differences = paired([(row, base)]) if base else []
+    return f"{sum(differences) / len(differences):+.4f}" if differences else ""
 
 
-def _papers(row: RowRecord) -> str:
-    return ", ".join(f"{value:g} ({size})" for size, value in paper_quality(row).items())
+def _in_the_paper(row: RowRecord) -> str:
+    names = {size: row.paper.format(size) for size in presets.SIZES}
+    qualities = {name: printed.quality for name, printed in paper.TABLE_1.items()} | paper.TABLE_2
+    known = {size: qualities[name].pile for size, name in names.items() if name in qualities}
+    return ", ".join(f"{value:g} ({size})" for size, value in known.items())
 
 
-def cells(records: Records) -> tuple[list[str], list[list[str]]]:
+def cells(records: Records) -> Cells:
     columns = _columns(records)
     return [head for head, _ in columns], [[cell(r) for _, cell in columns] for r in records.rows]
 
 
-def verdict_cells(records: Records) -> tuple[list[str], list[list[str]]]:
-    head = ["claim", "source", "verdict", "measured", "seed by seed"]
-    return head, [
-        [
-            verdict.says,
-            verdict.claim.source,
-            verdict.word,
-            verdict.why,
-            ", ".join(f"{d:+.4f}" for d in verdict.differences),
-        ]
-        for verdict in verdicts(records)
-    ]
+def verdict_cells(records: Records) -> Cells:
+    head = ["claim", "source", "verdict", f"difference, {records.unit}", "95 % interval"]
+    head += ["detectable", "seed by seed"]
+    rows = []
+    for verdict in verdicts(records):
+        word = f"{verdict.word}: {verdict.why}" if verdict.why else verdict.word
+        numbers = verdict.estimate.in_words() if verdict.estimate else ("", "", "")
+        seeds = ", ".join(f"{difference:+.4f}" for difference in verdict.differences)
+        rows.append([verdict.says, verdict.claim.source, word, *numbers, seeds])
+    return head, rows
 
 
-def power_cells(records: Records) -> tuple[list[str], list[list[str]]]:
-    head = ["tokens", "gap", "spread of pairs", "standard error", "gap ÷ error", "seeds needed"]
+def power_cells(records: Records) -> Cells:
+    head = [records.seen, "gap", "spread of pairs", "standard error", "gap ÷ error", "seeds needed"]
     return head, [
         [
             f"{budget.row.runs[0].tokens:,}",
@@ -117,8 +107,27 @@ def power_cells(records: Records) -> tuple[list[str], list[list[str]]]:
     ]
 
 
+def sweep_cells(records: Records) -> Cells:
+    """Validation losses in nats by family and learning rate."""
+    rates = sorted({lr for sweep in records.sweeps.values() for lr, _ in sweep.tried})
+    rows = []
+    for family, sweep in records.sweeps.items():
+        losses = {lr: "failed" if loss is None else f"{loss:.4f}" for lr, loss in sweep.tried}
+        chosen = "" if sweep.chosen is None else f"{sweep.chosen:.3g}"
+        chosen += "" if sweep.bracketed else " (not bracketed)"
+        rows.append([family, *(losses.get(lr, "") for lr in rates), chosen.strip()])
+    return ["nats/token at", *(f"{lr:.3g}" for lr in rates), "chosen"], rows
+
+
+def sections(records: Records) -> dict[str, Cells]:
+    """The tables below the first, by heading."""
+    made = {"Budgets": power_cells(records)} if records.figure == "power" else {}
+    made |= {"Verdicts": verdict_cells(records)} if records.claims else {}
+    return {**made, "Learning rates": sweep_cells(records)}
+
+
 def notes(records: Records) -> list[str]:
-    """What a reader must know beside the table."""
+    """What a reader must know beside the tables."""
     noise = noise_of(records.rows)
     made = [
         f"{row.id}, seed {seed} failed: {reason}"
@@ -127,46 +136,43 @@ def notes(records: Records) -> list[str]:
     ]
     if records.unfinished:
         made.append(f"{count(records.unfinished, 'run')} not finished")
-    versions = sorted({run.code for row in records.rows for run in row.runs})
-    made.append(f"made by {'; '.join(versions)}")
-    made.append(f"on {records.machine}, {records.hours:.2f} hours of training")
+    hours = sum(run.seconds for run in records.runs) / 3600
+    made += [
+        *([f"command: `{records.command}`"] if records.command else []),
+        f"code: {'; '.join(sorted({run.code for run in records.runs}))}",
+        f"machine: {records.machine}; the runs of the table took {hours:.2f} hours",
+    ]
     if noise:
         freedom = count(noise.freedom, "degree of freedom", "degrees of freedom")
         made.append(f"noise of a run: σ = {noise.sigma:.4f} {records.unit}, {freedom}")
-    made += [f"learning rate of {f}: {sweep.says()}" for f, sweep in records.sweeps.items()]
-    return made
+    return [*made, f"the rule: {RULE}"] if records.claims else made
 
 
-UNDER = "± is one standard deviation over seeds. Ref. is “{}”, compared seed by seed."
-
-
-def markdown(records: Records, figures: list[str]) -> str:
-    picture = lambda name: f"![{CAPTIONS[name.removesuffix('.png')]}]({name})\n"
+def markdown(records: Records) -> str:
+    pictures = [f"![{CAPTIONS[name]}]({name}.png)\n" for name in (records.figure, "curves")]
     parts = [
         f"# {records.title}\n",
         f"**{finding(records)}**\n",
-        picture(figures[0]),
+        pictures[0],
         markdown_table(*cells(records), left=2),
         UNDER.format(records.reference) + "\n",
         f"{records.about}\n\n{records.setting}\n",
     ]
-    if records.figure == "power":
-        parts += ["## Budgets\n", markdown_table(*power_cells(records), left=0)]
-    if records.claims:
-        parts += ["## Verdicts\n", markdown_table(*verdict_cells(records), left=5), RULE + "\n"]
-    parts += ["## Notes\n", "\n".join(f"- {note}" for note in notes(records)) + "\n"]
-    return "\n".join([*parts, *map(picture, figures[1:])])
+    for heading, content in sections(records).items():
+        parts += [f"## {heading}\n", markdown_table(*content, left=3)]
+    parts += ["## Notes\n", "\n".join(f"- {note}" for note in notes(records)) + "\n", pictures[1]]
+    return "\n".join(parts)
 
 
 def for_terminal(records: Records) -> str:
     head, rows = cells(records)
-    wanted = [k for k, name in enumerate(head) if name not in ("layout", "non-emb.")]
-    wanted = [k for k in wanted if "paper" not in head[k]]
-    shown = [[row[k] for k in wanted] for row in rows]
-    lines = [finding(records), "", table([head[k] for k in wanted], shown)]
+    wanted = ("training FLOPs", "LR", "seeds", records.unit, "Δ vs ref.")
+    shown = [k for k, name in enumerate(head) if k == 0 or name in wanted]
+    content = [[row[k] for k in shown] for row in rows]
+    lines = [finding(records), "", table([head[k] for k in shown], content)]
     if records.figure == "power":
         lines.append(table(*power_cells(records), left=0))
-    lines += [f"{v.word:>10}  {v.says}: {v.why}" for v in verdicts(records)]
+    lines += [f"{v.word:>10}  {v.says}: {measured(v, records.unit)}" for v in verdicts(records)]
     return "\n".join(lines)
 
 
@@ -184,7 +190,7 @@ def redraw(records: Records, out: Path) -> list[Path]:
     head, body = cells(records)
     csv.writer(rows, lineterminator="\n").writerows([head, *body])
     contents = {
-        "table.md": markdown(records, list(figures)).encode(),
+        "table.md": markdown(records).encode(),
         "table.csv": rows.getvalue().encode(),
         "report.html": html(records, figures).encode(),
         **figures,
@@ -209,8 +215,36 @@ def html(records: Records, figures: dict[str, bytes]) -> str:
         ],
         table=cells(records),
         under=UNDER.format(records.reference),
-        budgets=power_cells(records) if records.figure == "power" else None,
-        verdicts=verdict_cells(records) if records.claims else None,
-        rule=RULE,
+        sections=sections(records),
         notes=notes(records),
     )
+
+
+# ---------------------------------------------------------------------------- the README
+
+MARKS = "<!-- results -->\n", "<!-- /results -->\n"
+
+
+def findings(results: Path) -> str:
+    """What the studies found whose records lie in `results`: the main one with its picture, the
+    others in a line each."""
+    parts = list[str]()
+    for file in sorted(results.glob(f"*/{FILE}")):
+        records, folder = Records.read(file.parent), file.parent.as_posix()
+        line = f"[{records.title}]({folder}/table.md): {finding(records)}\n"
+        if file.parent.name == "main":
+            figure = records.figure
+            parts.insert(0, f"{line}\n![{CAPTIONS[figure]}]({folder}/{figure}.png)\n\n")
+        else:
+            parts.append(f"- {line}")
+    return "".join(parts)
+
+
+def update_readme(readme: Path, results: Path) -> bool:
+    """Writes the findings between the marks; whether there are any."""
+    before, begin, rest = read_text(readme).partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        return False
+    write_text(readme, f"{before}{begin}{findings(results)}{end}{after}")
+    return True

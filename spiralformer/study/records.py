@@ -12,10 +12,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spiralformer.accounting import forward_flops, parameters, training_flops_per_token
-from spiralformer.config import SpiralConfig
 from spiralformer.errors import UserError
 from spiralformer.files import read_json, write_json
-from spiralformer.study.spec import Claim, Figure
+from spiralformer.study.spec import Claim, Figure, Row, first_mistake
 
 FILE = "records.json"
 
@@ -94,6 +93,29 @@ class RowRecord(Record):
     runs: list[RunRecord] = []
     failures: dict[int, str] = {}  # by seed
 
+    @classmethod
+    def of(
+        cls, row: Row, length: int, runs: list[RunRecord], failures: dict[int, str]
+    ) -> RowRecord:
+        model, counted = row.model, parameters(row.model)
+        return cls(
+            name=row.name,
+            id=row.id,
+            label=row.label,
+            family=row.family,
+            layout=model.layout,
+            topology=model.topology,
+            parameters=counted.total,
+            non_embedding=counted.non_embedding,
+            flops=forward_flops(model, length).total,
+            training_flops=training_flops_per_token(model, length),
+            point=row.point,
+            core=row.core,
+            paper=row.paper,
+            runs=runs,
+            failures=failures,
+        )
+
     @property
     def unit_losses(self) -> dict[int, float]:
         """By seed, in the unit of the table."""
@@ -101,32 +123,17 @@ class RowRecord(Record):
 
     @property
     def mean(self) -> float:
-        return float(np.mean(list(self.unit_losses.values()))) if self.runs else math.nan
+        return float(np.mean(list(self.unit_losses.values())))
 
     @property
     def spread(self) -> float:
-        """Standard deviation over seeds."""
-        values = list(self.unit_losses.values())
-        return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        """Standard deviation over seeds, of which there are two at least."""
+        return float(np.std(list(self.unit_losses.values()), ddof=1))
 
     @property
     def spent(self) -> float:
         """Training FLOPs of a run."""
-        tokens = [run.tokens for run in self.runs]
-        return self.training_flops * float(np.mean(tokens)) if tokens else math.nan
-
-    @staticmethod
-    def counts(model: SpiralConfig, length: int) -> dict[str, Any]:
-        """The fields that follow from a model."""
-        counted = parameters(model)
-        return {
-            "layout": model.layout,
-            "topology": model.topology,
-            "parameters": counted.total,
-            "non_embedding": counted.non_embedding,
-            "flops": forward_flops(model, length).total,
-            "training_flops": training_flops_per_token(model, length),
-        }
+        return self.training_flops * float(np.mean([run.tokens for run in self.runs]))
 
 
 class SweepRecord(Record):
@@ -146,12 +153,6 @@ class SweepRecord(Record):
         rates = [lr for lr, _ in self.tried]
         return self.chosen is not None and min(rates) < self.chosen < max(rates)
 
-    def says(self) -> str:
-        if self.chosen is None:
-            return "no run of the sweep finished"
-        rates = ", ".join(f"{lr:.3g}" for lr, _ in self.tried)
-        return f"{self.chosen:.3g} of {rates}" + ("" if self.bracketed else "; not bracketed")
-
 
 class Records(Record):
     study: str
@@ -159,6 +160,7 @@ class Records(Record):
     about: str
     setting: str
     machine: str
+    command: str = ""
     figure: Figure
     match: str
     reference: str
@@ -168,17 +170,26 @@ class Records(Record):
     claims: list[Claim]
 
     @property
+    def runs(self) -> list[RunRecord]:
+        return [run for row in self.rows for run in row.runs]
+
+    @property
     def unit(self) -> str:
-        known = all(run.bits_per_byte is not None for row in self.rows for run in row.runs)
+        known = all(run.bits_per_byte is not None for run in self.runs)
         return "bits/byte" if known else "nats/token"
+
+    @property
+    def seen(self) -> str:
+        """What a model reads one of at a time."""
+        return (
+            "bytes"
+            if all(math.isclose(run.bits, 1 / math.log(2)) for run in self.runs)
+            else "tokens"
+        )
 
     @property
     def unfinished(self) -> int:
         return sum(max(0, self.seeds - len(row.runs)) for row in self.rows)
-
-    @property
-    def hours(self) -> float:
-        return sum(run.seconds for row in self.rows for run in row.runs) / 3600
 
     def reference_of(self, row: RowRecord) -> RowRecord | None:
         """The study's reference at the same point of the grid, if it is another row."""
@@ -196,9 +207,7 @@ class Records(Record):
         try:
             return cls.model_validate(read_json(folder / FILE))
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise UserError(f"{folder / FILE}: {place}: {first['msg']}") from None
+            raise UserError(f"{folder / FILE}: {first_mistake(error)}") from None
 
 
 # ---------------------------------------------------------------------------- matched

@@ -7,7 +7,6 @@ Studies share a cache: a run that another study has finished is read, not made a
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import os
@@ -17,12 +16,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -33,14 +31,14 @@ from spiralformer.console import Progress, count, cpu_name, duration, say
 from spiralformer.errors import UserError
 from spiralformer.files import read_json
 from spiralformer.study import spec
-from spiralformer.study.corpus import Corpus, open_corpus, tokens_are_bytes
+from spiralformer.study.corpus import Corpus, tokens_are_bytes
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.spec import Row, Study
 from spiralformer.train import TrainConfig, read_metrics
 
 FORKS = multiprocessing.get_context("forkserver")
 STARTUP = 3.0  # seconds of a run that are not training: its process, its model, its files
-GUESSED_RATE = 60e9  # FLOP/s of a model that is too large to try
+GUESSED_RATE = 120e9  # FLOP/s of a machine, for a model that is too large to try
 POINTS = 8  # validations of a run
 
 
@@ -75,9 +73,12 @@ class Run:
         study."""
         from spiralformer.train import train
 
-        result = train(self.config, quiet=True, wait=True).record
-        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)  # of no use any more
-        return result
+        return train(self.config, quiet=True, wait=True).record
+
+    @property
+    def loss(self) -> float:
+        """Of validation, in nats, of a finished run."""
+        return self.carry_out()["valid"]["loss"]
 
     def record(self) -> RunRecord:
         """Of a finished run."""
@@ -95,10 +96,51 @@ class Run:
 # ---------------------------------------------------------------------------- many runs
 
 
-class Child(NamedTuple):
-    run: Run
-    process: BaseProcess
-    reasons: Connection  # gives why it failed
+class Child:
+    """A run in a process of its own."""
+
+    def __init__(self, run: Run, threads: int) -> None:
+        self.run = run
+        self.reasons, told = FORKS.Pipe(duplex=False)
+        self.process = FORKS.Process(target=_carry_out, args=(run, threads, told))
+        self.process.start()
+        told.close()
+
+    def failure(self) -> str:
+        """Why it ended without a result; "" where there is one."""
+        with self.reasons:
+            if self.run.finished:
+                return ""
+            try:
+                return " ".join(self.reasons.recv().split())
+            except EOFError:  # it did not live to tell
+                return f"its process ended with code {self.process.exitcode}"
+
+
+def _carry_out(run: Run, threads: int, reasons: Connection) -> None:
+    """In the child. Ctrl-C reaches the parent alone, which then asks for an end in good order."""
+    import torch
+
+    from spiralformer.train import Interrupted
+
+    os.setpgrp()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        run.carry_out()
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # of no use any more
+    except Interrupted as stop:
+        sys.exit(128 + stop.signal)
+    except Exception as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        reasons.send(f"{kind}{error}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)  # the trainer saves first
 
 
 @dataclass
@@ -121,7 +163,9 @@ class RunPool:
             for ended, active in self._carried_out(due):
                 if ended is not None:
                     over.append(ended)
-                    progress.say(f"{ended.label}: {self._outcome(ended)}")
+                    failed = self.failures.get(ended.folder)
+                    outcome = f"failed: {failed}" if failed else f"loss {ended.loss:.4f}"
+                    progress.say(f"{ended.label}: {outcome}")
                     after()
                 done = sum(run.flops for run in over)
                 notes = [f"{len(over)}/{count(len(due), 'run')}"]
@@ -131,25 +175,23 @@ class RunPool:
                         notes.append(f"{run.label} {line['loss'] or math.nan:.3f}")
                 progress.update(done / 1e12, "  ".join(notes))
 
-    def _outcome(self, run: Run) -> str:
-        if run.folder in self.failures:
-            return f"failed: {self.failures[run.folder]}"
-        return f"loss {read_json(run.folder / 'result.json')['valid']['loss']:.4f}"
-
     def _carried_out(self, due: Sequence[Run]) -> Iterator[tuple[Run | None, list[Run]]]:
         """The run that has come to an end, or None every second, and those that are under way."""
         FORKS.set_forkserver_preload(["spiralformer.train.loop"])
+        threads = max(1, (os.cpu_count() or 1) // self.jobs)
         waiting, active = deque(due), list[Child]()
         try:
             while waiting or active:
                 while waiting and len(active) < self.jobs:
-                    active.append(self._start(waiting.popleft()))
+                    active.append(Child(waiting.popleft(), threads))
                 wait([child.process.sentinel for child in active], timeout=1)
                 ended = next((child for child in active if not child.process.is_alive()), None)
                 if ended is not None:
                     active.remove(ended)
-                    self._note(ended)
-                yield ended and ended.run, [child.run for child in active]
+                    self.failures.pop(ended.run.folder, None)
+                    if failure := ended.failure():
+                        self.failures[ended.run.folder] = failure
+                yield ended.run if ended else None, [child.run for child in active]
         finally:
             if active:
                 say("stopping: the runs finish their steps and save")
@@ -157,48 +199,6 @@ class RunPool:
                 child.process.terminate()
             for child in active:
                 child.process.join()
-
-    def _start(self, run: Run) -> Child:
-        reasons, told = FORKS.Pipe(duplex=False)
-        threads = max(1, (os.cpu_count() or 1) // self.jobs)
-        process = FORKS.Process(target=_child, args=(run, threads, told))
-        process.start()
-        told.close()
-        return Child(run, process, reasons)
-
-    def _note(self, ended: Child) -> None:
-        self.failures.pop(ended.run.folder, None)
-        if not ended.run.finished:
-            reason = f"its process ended with code {ended.process.exitcode}"
-            with contextlib.suppress(EOFError):  # it did not live to tell
-                reason = ended.reasons.recv()
-            self.failures[ended.run.folder] = " ".join(reason.split())
-        ended.reasons.close()
-
-
-def _child(run: Run, threads: int, reasons: Connection) -> None:
-    """Ctrl-C reaches the parent alone, which then asks for an end in good order."""
-    import torch
-
-    from spiralformer.train import Interrupted
-
-    os.setpgrp()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    try:
-        run.carry_out()
-    except Interrupted as stop:
-        sys.exit(128 + stop.signal)
-    except Exception as error:
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        reasons.send(f"{kind}{error}")
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)  # the trainer saves first
 
 
 # ---------------------------------------------------------------------------- a study's runs
@@ -212,13 +212,7 @@ class StudyRuns:
     corpus: Corpus
     cache: Path
     pool: RunPool
-
-    @classmethod
-    def of(
-        cls, study: Study, cache: Path, pool: RunPool, *, folder: str = "", file: str = ""
-    ) -> StudyRuns:
-        corpus = open_corpus(folder, file, cache)
-        return cls(study.at(corpus.vocab_size or study.scale.vocab_size), corpus, cache, pool)
+    command: str = ""  # that starts it
 
     def run(self, name: str, model: SpiralConfig, steps: int, lr: float, seed: int) -> Run:
         scale, every = self.study.scale, max(1, steps // POINTS)
@@ -250,68 +244,60 @@ class StudyRuns:
         return self.run(family, spec.family_config(family, scale), steps, lr, seed=0)
 
     def row_run(self, row: Row, lr: float, seed: int) -> Run:
-        return self.run(row.name, row.model, row.steps, lr * row.lr_factor, seed)
+        """A rate was found at the scale's width; a wider model takes a lower one."""
+        factor = self.study.scale.hidden_size / row.model.hidden_size
+        return self.run(row.name, row.model, row.steps, lr * factor, seed)
 
     # ------------------------------------------------------------------ sweeps
 
-    def grid(self) -> list[float]:
-        return sorted(self.study.scale.lr * factor for factor in self.study.file.sweep.lrs)
+    def next_rates(self, sweep: SweepRecord) -> list[float]:
+        """The study's rates; then, while the best lies at an edge, one beyond it."""
+        first, tried = self.study.rates, [lr for lr, _ in sweep.tried]
+        if missing := [lr for lr in first if lr not in tried]:
+            return missing
+        more = len(tried) - len(first) < self.study.file.sweep.extensions
+        if sweep.chosen is None or sweep.bracketed or not more:
+            return []
+        return [2 * sweep.chosen if sweep.chosen == max(tried) else sweep.chosen / 2]
 
     def swept(self, family: str) -> SweepRecord:
-        """The sweep as far as it has come, extensions included."""
-        rates, losses = self.grid(), dict[float, float | None]()
-        while rates:
+        """The sweep as far as it has come."""
+        sweep, losses = SweepRecord(tried=[]), dict[float, float | None]()
+        while rates := self.next_rates(sweep):
             for lr in rates:
                 run = self.sweep_run(family, lr)
-                if run.finished:
-                    losses[lr] = run.carry_out()["valid"]["loss"]
-                elif run.folder in self.pool.failures:
-                    losses[lr] = None
-                else:
-                    return SweepRecord(tried=sorted(losses.items()))
-            rates = self.extension(SweepRecord(tried=sorted(losses.items())))
-        return SweepRecord(tried=sorted(losses.items()))
+                if run.finished or run.folder in self.pool.failures:
+                    losses[lr] = run.loss if run.finished else None
+            sweep = SweepRecord(tried=sorted(losses.items()))
+            if not losses.keys() >= set(rates):
+                break
+        return sweep
 
-    def extension(self, sweep: SweepRecord) -> list[float]:
-        """The rate to try beyond these, where the best lies at an edge and the study allows it."""
-        rates, allowed = [lr for lr, _ in sweep.tried], self.study.file.sweep.extensions
-        if sweep.chosen is None or sweep.bracketed or len(rates) - len(self.grid()) >= allowed:
-            return []
-        return [2 * sweep.chosen if sweep.chosen == max(rates) else sweep.chosen / 2]
-
-    def sweep(self) -> None:
-        families = self.study.families
-        first = [self.sweep_run(family, lr) for family in families for lr in self.grid()]
-        self.pool.run(first, "sweeps")
-        for _ in range(self.study.file.sweep.extensions):
-            more = {family: self.extension(self.swept(family)) for family in families}
-            runs = [self.sweep_run(family, lr) for family in more for lr in more[family]]
-            self.pool.run(runs, "sweeps, beyond their edges")
+    def sweeps(self) -> dict[str, SweepRecord]:
+        return {family: self.swept(family) for family in self.study.families}
 
     # ------------------------------------------------------------------ rows
 
-    def rows(self, sweeps: dict[str, SweepRecord]) -> Iterator[tuple[Row, Run]]:
+    def rows(self, sweeps: Mapping[str, SweepRecord]) -> Iterator[tuple[Row, Run]]:
         """Seed by seed, so that an unfinished study has whole ones."""
         for seed in range(self.study.seeds):
             for row in self.study.rows:
-                if (lr := sweeps[row.tuned].chosen) is not None:
+                if (lr := sweeps[row.family].chosen) is not None:
                     yield row, self.row_run(row, lr, seed)
 
     def conduct(self, after: Callable[[], object] = lambda: None) -> None:
         """Carries out what is missing; `after` is called each time that a row has one run more."""
-        self.sweep()
-        sweeps = {family: self.swept(family) for family in self.study.families}
-        self.pool.run([run for _, run in self.rows(sweeps)], self.study.name, after)
+        for _ in range(1 + self.study.file.sweep.extensions):
+            rates = {family: self.next_rates(sweep) for family, sweep in self.sweeps().items()}
+            runs = [self.sweep_run(family, lr) for family in rates for lr in rates[family]]
+            self.pool.run(runs, "sweeps")
+        self.pool.run([run for _, run in self.rows(self.sweeps())], self.study.name, after)
 
     def records(self) -> Records:
         """Of what is finished."""
-        study, scale = self.study, self.study.scale
-        sweeps = {family: self.swept(family) for family in study.families}
+        study, sweeps = self.study, self.sweeps()
         runs: dict[str, list[RunRecord]] = {row.id: [] for row in study.rows}
         failures: dict[str, dict[int, str]] = {row.id: {} for row in study.rows}
-        for row in study.rows:
-            if sweeps[row.tuned].chosen is None:
-                failures[row.id][0] = f"no learning rate: no sweep of {row.tuned} is finished"
         for row, run in self.rows(sweeps):
             if run.finished:
                 runs[row.id].append(run.record())
@@ -323,23 +309,13 @@ class StudyRuns:
             about=study.file.about.strip(),
             setting=self.setting(),
             machine=machine(),
+            command=self.command,
             figure=study.file.figure,
             match=study.file.match,
-            reference=study.reference,
+            reference=study.file.reference or study.file.rows[0].called,
             seeds=study.seeds,
             rows=[
-                RowRecord(
-                    name=row.name,
-                    id=row.id,
-                    label=row.label,
-                    family=row.tuned,
-                    point=dict(row.point),
-                    core=row.core,
-                    paper=row.paper,
-                    runs=runs[row.id],
-                    failures=failures[row.id],
-                    **RowRecord.counts(row.model, scale.length),
-                )
+                RowRecord.of(row, study.scale.length, runs[row.id], failures[row.id])
                 for row in study.rows
             ],
             sweeps=sweeps,
@@ -361,31 +337,19 @@ class StudyRuns:
 
     # ------------------------------------------------------------------ before it starts
 
-    def plan(self) -> tuple[list[Run], list[Run]]:
-        """All runs that are foreseen, and those of them that are to be made. Where a sweep is not
-        finished its middle stands for the rate that it will give."""
-        sweeps = {family: self.swept(family) for family in self.study.families}
-        middle = SweepRecord(tried=[(self.study.scale.lr, 0.0)])
-        known = {f: s if len(s.tried) >= len(self.grid()) else middle for f, s in sweeps.items()}
-        runs = [self.sweep_run(f, lr) for f in self.study.families for lr in self.grid()]
-        runs += [run for _, run in self.rows(known)]
-        runs = list({run.folder: run for run in runs}.values())
-        return runs, [run for run in runs if not run.finished]
-
-    def estimate(self, due: Sequence[Run]) -> float:
-        """Seconds, starting included, at the speed of runs in the cache or of a short trial."""
-        if not due:
-            return 0.0
-        results = [read_json(p) for p in (self.cache / self.corpus.name).glob("*/result.json")]
-        rates = [result["flops_per_second"] for result in results if result["steps"] > 50]
-        rate = float(np.median(rates)) if rates else _tried_rate(due[0].config, self.pool.jobs)
-        work = sum(run.flops / rate + STARTUP for run in due)
-        longest = max(run.flops / rate + STARTUP for run in due)
-        return max(work / self.pool.jobs, longest) + STARTUP
+    def plan(self) -> list[Run]:
+        """All runs that are foreseen. Until a sweep has begun, the scale's rate stands for the one
+        that it will give."""
+        guess = SweepRecord(tried=[(self.study.scale.lr, 0.0)])
+        sweeps = {f: guess if sweep.chosen is None else sweep for f, sweep in self.sweeps().items()}
+        runs = [self.sweep_run(family, lr) for family in sweeps for lr in self.study.rates]
+        runs += [run for _, run in self.rows(sweeps)]
+        return list({run.folder: run for run in runs}.values())
 
     def announce(self) -> None:
-        study, (runs, due) = self.study, self.plan()
-        say(f"{study.file.title}. {self.setting()}")
+        runs = self.plan()
+        due = [run for run in runs if not run.finished]
+        say(f"{self.study.file.title}. {self.setting()}")
         say(
             f"{len(due)} of {count(len(runs), 'run')} to do, "
             f"{sum(run.flops for run in due):.3g} FLOPs: about {duration(self.estimate(due))} "
@@ -393,29 +357,35 @@ class StudyRuns:
             "its edge, more"
         )
 
+    def estimate(self, due: Sequence[Run]) -> float:
+        """Seconds, starting included, at the speed of runs in the cache or of a short trial."""
+        if not due:
+            return 0.0
+        results = [read_json(p) for p in (self.cache / self.corpus.name).glob("*/result.json")]
+        rates = [result["flops_per_second"] for result in results if result["steps"] > 50]
+        rate = float(np.median(rates)) if rates else _tried_rate(due[0].config) / self.pool.jobs
+        seconds = [run.flops / rate + STARTUP for run in due]
+        return max(sum(seconds) / self.pool.jobs, *seconds) + STARTUP
 
-def _tried_rate(config: TrainConfig, jobs: int) -> float:
-    """FLOP/s of a run that has its share of the cores: of two sequences of its model."""
+
+def _tried_rate(config: TrainConfig) -> float:
+    """FLOP/s of all cores on two sequences of a model."""
     import torch
 
     from spiralformer.model import SpiralFormer
 
     if config.model.hidden_size > 1024:
         return GUESSED_RATE
-    length, threads = min(config.length, 512), torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
-    try:
-        model, ids = SpiralFormer(config.model), torch.zeros(2, length, dtype=torch.long)
-        best = math.inf
-        for _ in range(3):
-            start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bfloat16"):
-                loss = model(ids, ids)
-            loss.backward()
-            best = min(best, time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return 2 * length * training_flops_per_token(config.model, length) / best
+    length = min(config.length, 512)
+    model, ids = SpiralFormer(config.model), torch.zeros(2, length, dtype=torch.long)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bfloat16"):
+            loss = model(ids, ids)
+        loss.backward()
+        seconds.append(time.perf_counter() - start)
+    return 2 * length * training_flops_per_token(config.model, length) / min(seconds)
 
 
 def machine() -> str:

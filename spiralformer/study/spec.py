@@ -9,22 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spiralformer import presets
 from spiralformer.accounting import training_flops_per_token
@@ -136,20 +128,6 @@ def family_config(family: str, scale: Scale, change: str = "") -> SpiralConfig:
 # ---------------------------------------------------------------------------- the file
 
 
-def _fraction(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            return float(Fraction(value))
-        except (ValueError, ZeroDivisionError):
-            return value  # refused as not a number
-    return value
-
-
-Positive = Annotated[float, BeforeValidator(_fraction), Field(gt=0)]
-Whole = Annotated[int, Field(ge=0)]
-Share = Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1)]
-
-
 def _one_of(names: Iterable[str]) -> AfterValidator:
     def check(value: str) -> str:
         if value not in names:
@@ -159,7 +137,7 @@ def _one_of(names: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Family = Annotated[str, _one_of(FAMILIES)]
+Positive = Annotated[Fraction, Field(gt=0)]
 
 
 class Fields(BaseModel):
@@ -169,8 +147,8 @@ class Fields(BaseModel):
 
 
 class Sweep(Fields):
-    lrs: Annotated[list[Positive], Field(min_length=1)] = [1.0]  # multiples of the scale's
-    extensions: Whole = 0  # how often a best at the edge extends the grid, by 2
+    lrs: Annotated[list[Positive], Field(min_length=1)] = [Fraction(1)]  # times the scale's
+    extensions: Annotated[int, Field(ge=0)] = 0  # how often a best at the edge extends it, by 2
 
 
 class Claim(Fields):
@@ -203,20 +181,25 @@ class Claim(Fields):
 
 
 class RowFields(Fields):
-    family: Family
+    family: Annotated[str, _one_of(FAMILIES)]
     name: str = ""
     label: str = ""
     change: Annotated[str, _one_of(presets.ABLATIONS)] = ""  # one of the paper's ablations
     resolutions: str = ""
-    core: Share | None = None  # of the layers, in the core
+    core: Annotated[Fraction, Field(ge=0, le=1)] | None = None  # of the layers, in the core
     set: dict[str, Any] = {}  # other fields of the model
+
+    @model_validator(mode="before")
+    @classmethod
+    def _family_alone(cls, row: Any) -> Any:
+        return {"family": row} if isinstance(row, str) else row
 
     @property
     def called(self) -> str:
         return self.name or "-".join(filter(None, (self.family, self.change)))
 
 
-Figure = Literal["families", "recurrence", "scaling", "schedule", "power"]
+Figure = Literal["families", "recurrence", "scaling", "power"]
 
 
 class StudyFile(Fields):
@@ -227,11 +210,7 @@ class StudyFile(Fields):
     seeds: Annotated[int, Field(ge=1)] = 1
     reference: str = ""  # the row that others are compared with; default: the first
     sweep: Sweep = Sweep()
-    rows: list[
-        Annotated[
-            RowFields, BeforeValidator(lambda row: {"family": row} if type(row) is str else row)
-        ]
-    ] = Field(min_length=1)
+    rows: list[RowFields] = Field(min_length=1)
     grid: Annotated[dict[Literal["budget", "width"], list[Positive]], Field(max_length=1)] = {}
     claims: list[Claim] = []
 
@@ -253,21 +232,23 @@ def parse(path: Path) -> StudyFile:
     except yaml.YAMLError as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
     except ValidationError as error:
-        raise UserError(f"{path}: {_first_mistake(error)}") from None
+        raise UserError(f"{path}: {first_mistake(error)}") from None
 
 
-def _first_mistake(error: ValidationError) -> str:
+def first_mistake(error: ValidationError) -> str:
+    """Field, value and remedy in a line."""
     first = error.errors()[0]
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
-    place = "".join(steps).removeprefix(".")
+    place, problem = "".join(steps).removeprefix("."), first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        models = (StudyFile, RowFields, Claim, Sweep)
-        known = {name for model in models for name in model.model_fields}
+        known = {
+            name for kind in (StudyFile, RowFields, Claim, Sweep) for name in kind.model_fields
+        }
         near = difflib.get_close_matches(str(first["loc"][-1]), sorted(known), 1)
         return f"unknown field {place!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     if first["type"] == "value_error" or isinstance(first["input"], (dict, list)):
-        return f"{place} {first['msg'].removeprefix('Value error, ')}".strip()
-    return f"{place} {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        return f"{place} {problem}".strip()
+    return f"{place} {first['input']!r}: {problem[0].lower()}{problem[1:]}"
 
 
 # ---------------------------------------------------------------------------- rows
@@ -275,25 +256,22 @@ def _first_mistake(error: ValidationError) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a model, its budget, and whose learning rate it takes."""
+    """One line of the table: a model and its budget."""
 
     name: str  # what claims call it
     label: str
     model: SpiralConfig
-    tuned: str  # the family whose sweep its learning rate is from
-    lr_factor: float  # base width over its width
+    family: str  # whose sweep its learning rate is from
     steps: int
-    point: Mapping[str, float] = field(default_factory=dict)  # its place on the study's grid
+    point: dict[str, float] = field(default_factory=dict)  # its place on the study's grid
     core: float | None = None  # share of the layers in the core, in a study of it
     paper: str = ""  # what the paper's tables call it, with {} for the size
 
     @property
     def id(self) -> str:
-        marks = {
-            "budget": f"×{self.point.get('budget', 1):g}",
-            "width": f"d{self.model.hidden_size}",
-        }
-        return " ".join([self.name, *(marks[axis] for axis in self.point)])
+        if "budget" in self.point:
+            return f"{self.name} ×{self.point['budget']:g}"
+        return f"{self.name} d{self.model.hidden_size}" if self.point else self.name
 
 
 @dataclass(frozen=True)
@@ -310,11 +288,12 @@ class Study:
     @property
     def families(self) -> list[str]:
         """Those whose learning rates are needed."""
-        return list(dict.fromkeys(row.tuned for row in self.rows))
+        return list(dict.fromkeys(row.family for row in self.rows))
 
     @property
-    def reference(self) -> str:
-        return self.file.reference or self.file.rows[0].called
+    def rates(self) -> list[float]:
+        """Those that every sweep begins with."""
+        return sorted(self.scale.lr * factor for factor in self.file.sweep.lrs)
 
     @property
     def claims(self) -> list[Claim]:
@@ -322,8 +301,10 @@ class Study:
         names = {row.name for row in self.rows}
         return [claim for claim in self.file.claims if names.issuperset(claim.rows)]
 
-    def at(self, vocab_size: int) -> Study:
-        """The same with models of this vocabulary."""
+    def at(self, vocab_size: int | None) -> Study:
+        """The same with models of this vocabulary, where it is known."""
+        if vocab_size is None:
+            return self
         scale = dataclasses.replace(self.scale, vocab_size=vocab_size)
         rows = {row.id: row for row in _rows(self.file, scale)}
         return dataclasses.replace(self, scale=scale, rows=tuple(rows[row.id] for row in self.rows))
@@ -340,15 +321,14 @@ def load(
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if path.parent == FOLDER and not path.is_file():
         raise UserError(f"unknown study {name!r}; choose one of {', '.join(names())}, or a file")
+    if seeds is not None and seeds < 1:
+        raise UserError(f"--seeds {seeds}: at least 1 is needed")
     sizes, file = scale_named(scale, budget), parse(path)
     try:
         rows = _rows(file, sizes)
+        chosen = tuple(row for row in rows if re.search(only, row.id))
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
-    if seeds is not None and seeds < 1:
-        raise UserError(f"--seeds {seeds}: at least 1 is needed")
-    try:
-        chosen = tuple(row for row in rows if re.search(only, row.id))
     except re.error as error:
         raise UserError(f"--only {only!r}: bad pattern: {error}") from None
     if not chosen:
@@ -359,7 +339,7 @@ def load(
 
 def _rows(file: StudyFile, scale: Scale) -> list[Row]:
     points: list[dict[str, float]] = [
-        {axis: value} for axis, values in file.grid.items() for value in values
+        {axis: float(value)} for axis, values in file.grid.items() for value in values
     ]
     rows = []
     for point in points or [{}]:
@@ -374,7 +354,9 @@ def _rows(file: StudyFile, scale: Scale) -> list[Row]:
 def _row(fields: RowFields, point: dict[str, float], match: str, scale: Scale) -> Row:
     model, core = family_config(fields.family, scale, fields.change), None
     if fields.core is not None:
-        core, model = _with_core(model, fields.core)
+        model = _with_core(model, fields.core)
+        layout = model.parsed_layout
+        core = layout.cores[0] / layout.unique_layers if layout.tied else 0.0
     if fields.resolutions:
         layout = model.parsed_layout
         text = f"{layout.pre}+{layout.cores[0]}x{{{fields.resolutions}}}+{layout.post}"
@@ -387,33 +369,34 @@ def _row(fields: RowFields, point: dict[str, float], match: str, scale: Scale) -
     if match == "flops":  # what the tokens cost the plain baseline
         plain = training_flops_per_token(family_config("baseline", scale), scale.length)
         tokens *= plain / training_flops_per_token(model, scale.length)
-    plain_row = not (fields.core is not None or fields.resolutions or fields.set)
-    paper = preset_name(fields.family, "{}") if plain_row and "width" not in point else ""
+    paper = ""
+    if core is None and not (fields.resolutions or fields.set or "width" in point):
+        paper = "-".join(filter(None, (preset_name(fields.family, "{}"), fields.change)))
     return Row(
         name=fields.called,
         label=fields.label or FAMILIES[fields.family],
         model=model,
-        tuned=fields.family,
-        lr_factor=scale.hidden_size / model.hidden_size,
+        family=fields.family,
         steps=max(1, round(tokens / (scale.batch * scale.length))),
         point=point,
         core=core,
-        paper=f"{paper}-{fields.change}" if paper and fields.change else paper,
+        paper=paper,
     )
 
 
-def _with_core(model: SpiralConfig, share: float) -> tuple[float, SpiralConfig]:
+def _with_core(model: SpiralConfig, share: Fraction) -> SpiralConfig:
     """The same layers, this share of them in the core, the others before and after alike."""
     layout = model.parsed_layout
     total = layout.unique_layers
-    if not share:
-        if layout.tied:
-            raise ConfigError("core 0 needs an untied family such as baseline-mesh")
-        return 0.0, model
+    if not share and not layout.tied:
+        return model
     looped = round(share * total)
     looped += (total - looped) % 2
     if not 0 < looped <= total or not layout.tied or not layout.cores:
-        raise ConfigError(f"core {share:g} cannot be made of {total} layers of {model.layout}")
+        raise ConfigError(
+            f"core {share} cannot be made of {total} layers of {model.layout}; core 0 needs a "
+            "family without a loop such as baseline-mesh"
+        )
     around = (total - looped) // 2
     inside = ",".join(map(str, layout.resolutions))
-    return looped / total, model.replace(layout=f"{around}+{looped}x{{{inside}}}+{around}")
+    return model.replace(layout=f"{around}+{looped}x{{{inside}}}+{around}")

@@ -10,6 +10,7 @@ from itertools import groupby
 import numpy as np
 from scipy import stats
 
+from spiralformer.console import count
 from spiralformer.study.records import Records, RowRecord
 from spiralformer.study.spec import Claim
 
@@ -55,6 +56,11 @@ class Estimate:
         t = stats.t(self.freedom)
         return float(t.ppf((1 + CONFIDENCE) / 2) + t.ppf(POWER)) * self.error
 
+    def in_words(self) -> tuple[str, str, str]:
+        """Mean, interval, and what is detectable."""
+        low, high = self.interval
+        return f"{self.mean:+.4f}", f"{low:+.4f} … {high:+.4f}", f"{self.detectable:.4f}"
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -67,7 +73,9 @@ class Noise:
 def noise_of(rows: Sequence[RowRecord]) -> Noise | None:
     """Pooled over the points of the grid; of the rows that have all the seeds of their point."""
     squares, freedom = 0.0, 0
-    for group in _by_point(rows):
+    key = lambda row: sorted(row.point.items())
+    for _, points in groupby(sorted(rows, key=key), key):
+        group = list(points)
         seeds = sorted({seed for row in group for seed in row.unit_losses})
         whole = [row.unit_losses for row in group if row.unit_losses.keys() == set(seeds)]
         if len(whole) > 1 and len(seeds) > 1:
@@ -121,7 +129,7 @@ class Verdict:
     claim: Claim
     says: str
     word: str
-    why: str  # what was measured, or why there is no verdict
+    why: str  # there is no verdict; or the whole comparison, where it is exact
     estimate: Estimate | None = None
     differences: tuple[float, ...] = ()
 
@@ -129,18 +137,15 @@ class Verdict:
 def word_for(interval: tuple[float, float], margin: float | None = None) -> str:
     """`margin` is None for “less than” and a number for “alike”."""
     low, high = interval
-    if margin is not None:
-        if -margin < low and high < margin:
-            return SEEN
-        return NOT_SEEN if low > margin or high < -margin else UNDECIDED
-    if high < 0:
+    if margin is None:
+        return SEEN if high < 0 else NOT_SEEN if low > 0 else UNDECIDED
+    if -margin < low and high < margin:
         return SEEN
-    return NOT_SEEN if low > 0 else UNDECIDED
+    return NOT_SEEN if low > margin or high < -margin else UNDECIDED
 
 
 def verdicts(records: Records) -> list[Verdict]:
-    noise = noise_of(records.rows)
-    made = []
+    made, noise = [], noise_of(records.rows)
     for claim in records.claims:
         if not claim.per:
             made.append(_verdict(records, claim, claim.says, records.rows, noise))
@@ -155,8 +160,8 @@ def verdicts(records: Records) -> list[Verdict]:
 def _verdict(
     records: Records, claim: Claim, says: str, rows: Sequence[RowRecord], noise: Noise | None
 ) -> Verdict:
+    pairs = _pairs(claim, rows)
     first, second = ([row for row in rows if row.name == name] for name in claim.rows)
-    pairs = [(a, b) for a in first for b in second if a.point == b.point]
     if claim.quantity != "loss":
         ratios = [getattr(a, claim.quantity) / getattr(b, claim.quantity) - 1 for a, b in pairs]
         mean = float(np.mean(ratios))
@@ -172,22 +177,18 @@ def _verdict(
     else:
         differences = paired(pairs)
         measured = estimate(differences, noise)
-    reason = _no_verdict(records, [*first, *second])
-    if measured is None:
-        return Verdict(claim, says, NO_VERDICT, reason or "too few runs", None, tuple(differences))
-    word = word_for(measured.interval, claim.margin if claim.alike else None)
-    why = describe(measured, records.unit)
-    if reason:
-        word, why = NO_VERDICT, f"{reason} ({why})"
+    why = _no_verdict(records, [*first, *second]) or ("" if measured else "too few runs")
+    word = NO_VERDICT
+    if measured and not why:
+        word = word_for(measured.interval, claim.margin if claim.alike else None)
     return Verdict(claim, says, word, why, measured, tuple(differences))
 
 
-def describe(measured: Estimate, unit: str) -> str:
-    low, high = measured.interval
-    return (
-        f"{measured.mean:+.4f} {unit}, 95 % interval {low:+.4f} … {high:+.4f}; detectable "
-        f"{measured.detectable:.4f}"
-    )
+def _pairs(claim: Claim, rows: Sequence[RowRecord]) -> list[tuple[RowRecord, RowRecord]]:
+    """The claim's rows at each point of the grid."""
+    one, other = claim.rows
+    named = [(a, b) for a in rows if a.name == one for b in rows if b.name == other]
+    return [(a, b) for a, b in named if a.point == b.point]
 
 
 def _no_verdict(records: Records, rows: Sequence[RowRecord]) -> str:
@@ -223,20 +224,18 @@ class Power:
 
 def power(records: Records) -> list[Power]:
     """Of the first claim's rows at each point of the grid, cheapest first."""
-    if not records.claims:
-        return []
-    one, other = records.claims[0].rows
     made = []
-    for group in _by_point(records.rows):
-        by_name = {row.name: row for row in group}
-        differences = paired([(by_name[one], by_name[other])])
+    for one, other in _pairs(records.claims[0], records.rows) if records.claims else []:
+        differences = paired([(one, other)])
         if len(differences) < LEAST_SEEDS:
             continue
         gap, spread = float(np.mean(differences)), float(np.std(differences, ddof=1))
         needed = max(LEAST_SEEDS, math.ceil((ENOUGH * spread / gap) ** 2)) if gap else 0
-        error = spread / math.sqrt(len(differences))
-        made.append(Power(by_name[one], gap, spread, error, needed))
+        made.append(Power(one, gap, spread, spread / math.sqrt(len(differences)), needed))
     return sorted(made, key=lambda budget: budget.row.spent)
+
+
+# ---------------------------------------------------------------------------- in words
 
 
 def finding(records: Records) -> str:
@@ -247,23 +246,27 @@ def finding(records: Records) -> str:
             return f"No budget has a gap of {ENOUGH} standard errors with these seeds."
         return (
             f"The cheapest budget whose gap is at least {ENOUGH} standard errors is "
-            f"{enough.row.runs[0].tokens:,} tokens a run: {enough.gap:+.4f} {records.unit} with a "
-            f"standard error of {enough.error:.4f}."
+            f"{enough.row.runs[0].tokens:,} {records.seen} a run: {enough.gap:+.4f} "
+            f"{records.unit} with a standard error of {enough.error:.4f}."
         )
+    best = min((row for row in records.rows if row.runs), key=lambda row: row.mean)
+    lowest = f"{best.label} ({best.layout}) has the lowest loss, {best.mean:.4f} {records.unit}"
     judged = verdicts(records)
-    head = next((v for v in judged if v.claim.quantity == "loss"), None)
-    counts = [(word, sum(v.word == word for v in judged)) for word in WORDS]
-    summary = ", ".join(f"{number} {word}" for word, number in counts if number)
+    head = next((verdict for verdict in judged if verdict.claim.quantity == "loss"), None)
     if head is None:
-        best = min((row for row in records.rows if row.runs), key=lambda row: row.mean)
-        return f"{best.label} has the lowest loss, {best.mean:.4f} {records.unit}."
-    text = f"{head.says}: {head.word} ({head.why})"
-    if records.figure == "schedule":
-        best = min((row for row in records.rows if row.runs), key=lambda row: row.mean)
-        text = f"The lowest mean loss at equal FLOPs has {best.name} ({best.layout}); {text}"
-    return f"{text}; of all {len(judged)} claims: {summary}."
+        return f"{lowest}."
+    counts = [(sum(v.word == word for v in judged), word) for word in WORDS]
+    summary = ", ".join(f"{number} {word}" for number, word in counts if number)
+    return (
+        f"{head.says}: {head.word} ({measured(head, records.unit)}); {lowest}; of all "
+        f"{count(len(judged), 'claim')}: {summary}."
+    )
 
 
-def _by_point(rows: Sequence[RowRecord]) -> list[list[RowRecord]]:
-    key = lambda row: sorted(row.point.items())
-    return [list(group) for _, group in groupby(sorted(rows, key=key), key)]
+def measured(verdict: Verdict, unit: str) -> str:
+    """What a verdict rests on."""
+    if verdict.estimate is None:
+        return verdict.why
+    mean, interval, detectable = verdict.estimate.in_words()
+    numbers = f"{mean} {unit}, 95 % interval {interval}, detectable {detectable}"
+    return f"{verdict.why}: {numbers}" if verdict.why else numbers
