@@ -70,7 +70,7 @@ class Parameters:
 
 def parameters(config: SpiralConfig, convention: Convention = OURS) -> Parameters:
     d, paper = config.hidden_size, convention is PAPER
-    norm = 2 * d if paper or config.norm == "layernorm" else d
+    norm = costs.NORM["layernorm" if paper else config.norm].parameters * d
     layer = _layer_weights(config) + _layer_biases(config) + 2 * norm
     layout = config.parsed_layout
 
@@ -191,9 +191,9 @@ def training_flops_per_token(config: SpiralConfig, length: int) -> float:
 
 
 def _norm_flops(config: SpiralConfig, convention: Convention) -> int:
-    """Per entry. RMSNorm: square, sum, scale, weight; LayerNorm also centres and adds a bias."""
-    per_value = 4 if convention is PAPER or config.norm == "rmsnorm" else 7
-    return per_value * config.hidden_size
+    """Per entry."""
+    cost = costs.NORM["rmsnorm" if convention is PAPER else config.norm]
+    return cost.flops * config.hidden_size
 
 
 def _layer_flops(config: SpiralConfig, n: int, convention: Convention) -> Flops:

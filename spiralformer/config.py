@@ -18,14 +18,14 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from spiralformer.costs import DOWNSCALE, TOPOLOGY, UPSCALE
+from spiralformer.costs import DOWNSCALE, NORM, TOPOLOGY, UPSCALE
 from spiralformer.errors import UserError
 
 CHOICES = {
     "topology": list(TOPOLOGY),
     "downscale": list(DOWNSCALE),
     "upscale": list(UPSCALE),
-    "norm": ["rmsnorm", "layernorm"],
+    "norm": list(NORM),
 }
 RULES: dict[str, dict[str, Callable[[int], int]]] = {  # of the chunk size g
     "offset": {"half": lambda g: g // 2, "zero": lambda g: 0},
@@ -198,7 +198,7 @@ class SpiralConfig:
     )
 
     intermediate_size: int = _describe("MLP width; default 4 × hidden_size", default=0)
-    norm: str = _describe("rmsnorm or layernorm", default="rmsnorm")
+    norm: str = _describe(" or ".join(NORM), default="rmsnorm")
     norm_eps: float = _describe("epsilon of the norms", default=1e-5)
     parallel_residual: bool = _describe("attention and MLP read the same input", default=True)
     rotary_fraction: float = _describe("share of each head that is rotated", default=0.25)

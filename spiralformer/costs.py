@@ -1,4 +1,4 @@
-"""What operators and topologies cost: one entry a name.
+"""What operators, norms and topologies cost: one entry a name.
 
 These are the names that a configuration may use; the modules of the same names are in
 `spiralformer.model`. Nothing here needs PyTorch, so that counting and validating do not.
@@ -92,6 +92,21 @@ UPSCALE: dict[str, OperatorCost] = {
         flops=lambda d, g, n: Flops(2 * d * g * n, 0, (SOFTMAX + 1 + d) * g * n),
         state=lambda d, g: g,  # a score of each member
     ),
+}
+
+
+# ---------------------------------------------------------------------------- norms
+
+
+@dataclass(frozen=True)
+class NormCost:
+    parameters: int  # per value of the width
+    flops: int  # per value of an entry
+
+
+NORM = {
+    "rmsnorm": NormCost(1, 4),  # square, sum, scale, weight
+    "layernorm": NormCost(2, 7),  # centres, too, and adds a bias
 }
 
 

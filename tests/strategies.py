@@ -40,7 +40,7 @@ def configs(draw, max_iterations: int = 5, max_chunk: int = 9) -> SpiralConfig:
         topology=draw(st.sampled_from(list(costs.TOPOLOGY))),
         downscale=draw(st.sampled_from(list(costs.DOWNSCALE))),
         upscale=draw(st.sampled_from(list(costs.UPSCALE))),
-        norm=draw(st.sampled_from(["rmsnorm", "layernorm"])),
+        norm=draw(st.sampled_from(list(costs.NORM))),
         parallel_residual=draw(st.booleans()),
         scale_embeddings=draw(st.booleans()),
         tie_embeddings=draw(st.booleans()),

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spiralformer import SpiralConfig, SpiralFormer, accounting, costs, paper, presets
 from spiralformer.accounting import OURS, PAPER, Convention
 from spiralformer.commands.count import table1
-from spiralformer.model import operators, topology
+from spiralformer.model import blocks, operators, topology
 
 SIZES = {"hidden_size": 32, "num_heads": 4, "vocab_size": 64}
 
@@ -165,6 +165,7 @@ def test_every_name_that_has_a_cost_has_a_module():
         (costs.DOWNSCALE, operators.DOWNSCALE),
         (costs.UPSCALE, operators.UPSCALE),
         (costs.TOPOLOGY, topology.TOPOLOGY),
+        (costs.NORM, blocks.NORM),
     ):
         assert list(named) == list(built)
 

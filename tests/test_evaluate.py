@@ -782,7 +782,7 @@ def own_data(data_dir, tmp_path) -> Path:
 
 
 def test_a_folder_that_is_no_model_is_refused(refused, ours, neox, tmp_path):
-    assert "no config.json" in refused(folder=tmp_path / "nowhere")
+    assert "no such folder" in refused(folder=tmp_path / "nowhere")
     copy = tmp_path / "run" / "last"
     shutil.copytree(ours, copy)
     assert f"did you mean {copy}?" in refused(folder=tmp_path / "run")

@@ -135,6 +135,9 @@ def unfit(model: nn.Module) -> str | None:
             return "a weight is not contiguous"
     if len({p.dtype for p in model.parameters()}) > 1:
         return "the weights are of several types"
+    norms = {type(module) for name, module in model.named_modules() if name.endswith("norm")}
+    if other := norms - {nn.RMSNorm, nn.LayerNorm}:
+        return f"the norm is {other.pop().__name__}"
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             return f"{name} is wrapped by an adapter; merge it first"

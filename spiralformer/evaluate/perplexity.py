@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Document(NamedTuple):
@@ -48,6 +49,7 @@ def windows(targets: int, context: int, stride: int) -> Iterator[tuple[int, int,
 def perplexity(lm: Any, documents: Sequence[Document]) -> dict[str, Any]:
     """Metrics of documents by one of our harness models, or its cached form; named as the harness
     names them, which has none per token."""
+    import numpy as np
     from lm_eval.api.instance import Instance
 
     requests = [
@@ -76,4 +78,4 @@ def _stderr(losses: np.ndarray, tokens: np.ndarray) -> float | None:
     if n < 2:
         return None
     residuals = losses - losses.sum() / tokens.sum() * tokens
-    return float(np.sqrt(n / (n - 1) * np.square(residuals).sum()))
+    return math.sqrt(n / (n - 1) * float((residuals**2).sum()))

@@ -26,9 +26,11 @@ class LayerCache(Protocol):
         """Stores the new keys and values and attends to all that the new queries may see."""
 
 
+NORM: dict[str, Any] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+
+
 def make_norm(config: SpiralConfig) -> nn.Module:
-    cls = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    return cls(config.hidden_size, eps=config.norm_eps)
+    return NORM[config.norm](config.hidden_size, eps=config.norm_eps)
 
 
 def frequencies(config: SpiralConfig, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spiralformer.config import SpiralConfig
-from spiralformer.model.blocks import MLP, Attention, Stack, make_norm
+from spiralformer.model.blocks import MLP, NORM, Attention, Stack, make_norm
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
 from spiralformer.model.operators import Scaling, causal_shift
 from spiralformer.model.topology import TOPOLOGY
@@ -90,12 +90,13 @@ class SpiralFormer(nn.Module):
     def reset_parameters(self) -> None:
         """N(0, std); output projections scaled down by the depth of the unrolled computation."""
         std = self.config.init_std
+        module: Any
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+            elif type(module) in NORM.values():
                 module.reset_parameters()
         if self.config.init_depth_scaled:
             scale = 1 / math.sqrt(2 * self.config.parsed_layout.compute_layers)
