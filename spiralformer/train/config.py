@@ -121,10 +121,12 @@ class Optim(Group):
     lr: Number = _field(6e-4, "peak learning rate (the paper: 6e-4 at 160M)", gt=0)
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list)] = _field((0.9, 0.95), "AdamW's β")
     eps: Number = _field(1e-8, "AdamW's ε", gt=0)
+    momentum: Beta = _field(0.95, "Muon's momentum")
     weight_decay: Number = _field(
         0.01, "of parameters with two or more dimensions: all but biases and norms", ge=0
     )
     warmup: Share = _field(0.01, "share of the steps with a rising learning rate")
+    decay: Share = _field(0.2, "wsd: share of the steps after the warm-up with a falling rate")
     final: Share = _field(0.1, "share of the peak that the schedule falls to")
     clip: Number = _field(1.0, "largest norm of the gradient; 0: any", ge=0)
 
@@ -215,6 +217,10 @@ class TrainConfig(Group):
                     f"{self.model.layout} (chunks of {iteration.chunk}, shift {iteration.shift}): "
                     "it would never be trained"
                 )
+        if self.parallel == "fsdp" and self.optim.name == "muon":
+            raise ConfigError(
+                "optim.name muon needs whole matrices, fsdp shards them; set parallel=ddp"
+            )
         if self.micro_batch and self.batch % self.micro_batch:
             raise ConfigError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}")
         return self

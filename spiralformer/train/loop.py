@@ -91,7 +91,7 @@ def take_step(run: Run) -> None:
     lr = learning_rate(state.step, plan.steps, optim)
     targets = plan.corpus.train.targets_in(plan.samples(state.step))
     loss = forward_and_backward(run, targets)
-    norm = update(run.optimizer, lr, optim.clip, loss)
+    norm = update(run.optimizers, lr, optim.clip, loss)
     state.advance(loss, norm, targets, time.perf_counter() - started)
     if plan.due(state.step, plan.config.log.every):
         record = run.record("train", lr=lr, **state.line(plan.flops_per_token))

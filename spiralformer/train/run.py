@@ -40,7 +40,7 @@ from spiralformer.train.checkpoint import Checkpoints, TrainState, newest_whole,
 from spiralformer.train.config import TrainConfig
 from spiralformer.train.distributed import SharedError, parallelize, whole_model
 from spiralformer.train.log import Record, Sink
-from spiralformer.train.optim import make_optimizer
+from spiralformer.train.optim import make_optimizers
 from spiralformer.train.plan import Identity, RunPlan
 
 # ---------------------------------------------------------------------------- the folder
@@ -126,7 +126,7 @@ class Run:
     folder: RunFolder
     plan: RunPlan
     model: nn.Module  # as this process trains it
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     checkpoints: Checkpoints
     state: TrainState
     progress: Progress
@@ -161,7 +161,7 @@ class Run:
         if not (stopped_by or last or (due and not self.state.skipped_in_a_row)):
             return
         state = {"run": plan.identity, "code": code_version(), **dataclasses.asdict(self.state)}
-        path = self.checkpoints.save(self.model, self.optimizer, state)
+        path = self.checkpoints.save(self.model, self.optimizers, state)
         self.saved_at = time.monotonic()
         if stopped_by and not last:
             raise Interrupted(
@@ -244,15 +244,15 @@ def open_run(
     progress: Progress,
     watch: Sink | None,
 ) -> Iterator[Run]:
-    """The model and the optimiser as the checkpoint has them, or as they begin."""
+    """The model and the optimisers as the checkpoint has them, or as they begin."""
     config, processes = plan.config, plan.processes
     model = parallelize(_initial_model(config, processes.device), config.parallel, processes)
-    optimizer = make_optimizer(model, config.optim)
+    optimizers = make_optimizers(model, config.optim)
     checkpoints = Checkpoints(folder.checkpoints, config.save.keep, processes)
     state = TrainState()
     if checkpoint is not None:
         progress.say(f"resuming from {checkpoint}")
-        checkpoints.load(checkpoint, model, optimizer)
+        checkpoints.load(checkpoint, model, optimizers)
         stored = read_state(checkpoint)
         state = TrainState.from_dict(stored)
         if stored["code"] != code_version():
@@ -260,7 +260,7 @@ def open_run(
     progress.start(plan.steps, state.step)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals(progress.say))
-        run = Run(folder, plan, model, optimizer, checkpoints, state, progress, signals)
+        run = Run(folder, plan, model, optimizers, checkpoints, state, progress, signals)
         with processes.together(), files.writing(folder.path):
             if processes.main:
                 if checkpoint is None:
