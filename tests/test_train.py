@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from spiralformer import ConfigError, SpiralFormer
+from spiralformer.accounting import training_flops_per_token
 from spiralformer.cli import main
 from spiralformer.data.prepare import Recipe, prepare
 from spiralformer.data.sources import find_sources
@@ -296,6 +297,43 @@ def test_compiled_blocks_learn_the_same(small, whole):
     train(config, quiet=True)
     for name, value in weights(whole).items():
         torch.testing.assert_close(weights(config.out)[name], value, rtol=1e-2, atol=1e-3)
+
+
+def test_an_elastic_step_keeps_what_was_drawn_and_the_last_iteration(small, tmp_path):
+    """Never left out is the plain run, bit for bit; always left out is the run of the part, whose
+    other weights never move but by their decay."""
+    plain, never = small(out=str(tmp_path / "plain")), small(out=str(tmp_path / "never"), elastic=0)
+    train(plain, quiet=True)
+    train(never, quiet=True)
+    for name, value in weights(plain.out).items():
+        assert torch.equal(weights(never.out)[name], value)
+    some = small(elastic="0.5,1", optim__weight_decay=0)
+    lines = []
+    train(some, quiet=True, watch=lines.append)
+    after = weights(some.out)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(some.seed)
+        begun = SpiralFormer(some.model)
+    moved = {name for name, p in begun.named_parameters() if not torch.equal(after[name], p)}
+    still = {name for name in after if name not in moved}
+    assert still == {
+        name for name in after if name.startswith(("scalings.1", "topology.routers.2"))
+    }
+    flops = [
+        training_flops_per_token(some.model.with_iterations(kept), some.length)
+        for kept in ([0, 2], [2])
+    ]
+    line = next(line for line in lines if line["kind"] == "train")
+    assert line["flops_per_second"] == pytest.approx(sum(flops) / 2 * line["tokens_per_second"])
+
+
+def test_an_elastic_run_stopped_and_resumed_is_never_stopped(small, tmp_path):
+    whole, stopped = (small(elastic=0.5, out=str(tmp_path / name)) for name in ("whole", "stopped"))
+    assert in_process(whole) == (0, None)
+    code, _ = in_process(stopped, kill_at=3, with_signal=signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM
+    assert in_process(stopped) == (0, None)
+    assert_same_run(whole.out, stopped.out)
 
 
 # ---------------------------------------------------------------------------- never lose a run

@@ -55,7 +55,10 @@ def _number(value: Any) -> Any:
 
 
 def _list(value: Any) -> Any:
-    return value.strip("()[] ").split(",") if isinstance(value, str) else value
+    """Text or a lone number stands for a list."""
+    if isinstance(value, str):
+        return [part for part in value.strip("()[] ").split(",") if part]
+    return [value] if isinstance(value, (int, float)) else value
 
 
 def _one(value: Any) -> Any:
@@ -184,6 +187,9 @@ class TrainConfig(Group):
     tokens: Count = _field(0, "tokens of the run; 0: as many as `epochs` say")
     epochs: Number = _field(1.0, "passes over the data", gt=0)
     seed: Count = _field(0, "of the initial weights and the order of the data")
+    elastic: Annotated[tuple[Share, ...], BeforeValidator(_list)] = _field(
+        (), "chance that a step leaves out an iteration: one for each but the last, or one for all"
+    )
 
     optim: Optim = Optim()
     precision: Literal["auto", "float32", "bfloat16"] = _field(
@@ -217,6 +223,15 @@ class TrainConfig(Group):
                     f"{self.model.layout} (chunks of {iteration.chunk}, shift {iteration.shift}): "
                     "it would never be trained"
                 )
+        if self.elastic:
+            coarse = max(0, self.model.num_iterations - 1)
+            chances = self.elastic * coarse if len(self.elastic) == 1 else self.elastic
+            if not coarse or len(chances) != coarse:
+                raise ConfigError(
+                    f"elastic {','.join(map(str, self.elastic))}: layout {self.model.layout} has "
+                    f"{coarse} iterations that can be left out; give as many numbers, or one"
+                )
+            object.__setattr__(self, "elastic", chances)
         if self.parallel == "fsdp" and self.optim.name == "muon":
             raise ConfigError(
                 "optim.name muon needs whole matrices, fsdp shards them; set parallel=ddp"

@@ -134,12 +134,14 @@ class Run:
     sinks: list[Sink] = field(default_factory=list)  # of records, on the main process
     saved_at: float = field(default_factory=time.monotonic)
 
-    def mean_loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def mean_loss(
+        self, ids: Tensor, targets: Tensor, kept: tuple[int, ...] | None = None
+    ) -> Tensor:
         """Of a micro-batch. Under autocast a weight is cast once in a forward pass, however often
         the loop uses it: autocast keeps the cast copy until the pass ends."""
         device, bfloat16 = self.plan.processes.device, self.plan.precision == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
-            return self.model(ids.to(device), targets.to(device))
+            return self.model(ids.to(device), targets.to(device), kept)
 
     def record(self, kind: str, **values: Any) -> Record:
         """Written wherever records are to be seen."""
@@ -246,7 +248,8 @@ def open_run(
 ) -> Iterator[Run]:
     """The model and the optimisers as the checkpoint has them, or as they begin."""
     config, processes = plan.config, plan.processes
-    model = parallelize(_initial_model(config, processes.device), config.parallel, processes)
+    whole = _initial_model(config, processes.device)
+    model = parallelize(whole, config.parallel, processes, elastic=bool(config.elastic))
     optimizers = make_optimizers(model, config.optim)
     checkpoints = Checkpoints(folder.checkpoints, config.save.keep, processes)
     state = TrainState()
