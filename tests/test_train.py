@@ -596,8 +596,8 @@ class Poisoned(SpiralFormer):
     calls = 0
     bad: tuple[int, ...] = ()
 
-    def forward(self, ids, targets=None):
-        loss = super().forward(ids, targets)
+    def forward(self, ids, targets=None, kept=None):
+        loss = super().forward(ids, targets, kept)
         if self.training and targets is not None:
             Poisoned.calls += 1
             if Poisoned.calls in self.bad:

@@ -340,7 +340,8 @@ def default_of(name: str) -> Any:
     if name.startswith("model."):
         defaults = {field.name: field.default for field in dataclasses.fields(SpiralConfig)}
         return defaults.get(name.removeprefix("model."))
-    return FIELDS[name].default if name in FIELDS else None
+    default = FIELDS[name].default if name in FIELDS else None
+    return list(default) if isinstance(default, tuple) else default
 
 
 def describe_fields() -> str:
