@@ -32,7 +32,7 @@ ROWS = [
     ["serve", "study", "bench"],
     ["train", "evaluate", "probes", "hf", "vllm"],
     ["data", "decode"],
-    ["model_folder", "reference"],
+    ["model_folder", "reference", "convert"],
     ["model"],
     ["accounting", "presets", "paper", "config", "costs"],
     ["templates", "plots", "console", "files", "errors"],
