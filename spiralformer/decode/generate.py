@@ -139,6 +139,8 @@ class Batch:
         if self.hidden is not None:
             logits = self.runner.head(self.model, self.hidden)  # R V
             for row, each in zip(self.rows, logits, strict=True):
+                if row.ended:  # by another, since the last token
+                    continue
                 yield row, row.push(each, self.model.config.max_length), each
 
     @torch.no_grad()
