@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import string
 import subprocess
@@ -632,3 +633,53 @@ def test_memory_after_2000_requests_is_as_after_200(folder):
         grown = resident() - before
         print(f"{before / 2**20:.1f} MiB, {grown / 2**20:+.1f} MiB")
         assert grown < 8 * 2**20
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
+def test_the_page_shows_text_as_it_comes_and_the_loop_at_each_token(tmp_path):
+    """In a real browser: what looks like markup stays text, and a stopped answer frees its row."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="there is no playwright here")
+    name = "<img src=x onerror=alert(1)>"
+    with (
+        running(write_folder(tmp_path / "tiny"), name=name, api_key="k") as server,
+        playwright.sync_playwright() as browsers,
+    ):
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: problems.append(dialog.message))
+        page.on("request", lambda sent: str(server.port) in sent.url or problems.append(sent.url))
+        page.goto(f"http://127.0.0.1:{server.port}/")
+        assert page.inner_text("h1") == name
+        prompt = "<script>alert(2)</script><b>x</b>"
+        page.fill("#prompt", prompt)
+        page.fill("#count", "40")
+        page.fill("#seed", "6")
+        page.click("#go")
+        page.locator(".error").wait_for()
+        assert "no valid API key" in page.inner_text("#status")
+        page.fill("#key", "k")
+        page.click("#go")
+        page.locator(".token").nth(0).wait_for()
+        page.locator("#go:enabled").wait_for()
+        text, _, count = server.alone(prompt, 40, seed=6, temperature=0.8)
+        assert page.locator("#text").text_content() == prompt + text
+        assert page.locator("#text b, #text script, #tokens img").count() == 0
+        assert page.locator(".token").count() == count
+        ran = [passes_at(CONFIG, len(prompt) - 1 + i) for i in range(count)]
+        assert page.locator(".token i.ran").count() == sum(map(len, ran))
+        assert "tokens/s" in page.inner_text("#status")
+        page.fill("#count", "90000")
+        page.fill("#temperature", "0")
+        page.click("#go")
+        page.locator(".token").nth(5).wait_for()
+        page.click("#stop")
+        page.locator("#go:enabled").wait_for()
+        server.idle()
+        assert not problems
+        browser.close()
