@@ -297,6 +297,7 @@ def test_no_commands_help_waits_for_heavy_libraries(third_party, command):
         "data nowhere --bytes --out out",
         "train nowhere",
         "generate nowhere --prompt x",
+        "serve nowhere",
         "eval nowhere",
         "probe nowhere --out out",
         "study nowhere",
