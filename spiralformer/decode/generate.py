@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,12 +101,12 @@ def stream(
     `runner` is what runs the stacks (see `runner_for`).
     """
     check_prompts(model, prompts, max_new_tokens)
-    device, most = model.embedding.weight.device, model.config.max_length
+    device = model.embedding.weight.device
     texts = [list(prompt) for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
     rngs = [torch.Generator().manual_seed(sampling.seed + b) for b in range(len(prompts))]
     longest = max(lengths)
-    room = min(longest + max_new_tokens, most)
+    room = min(longest + max_new_tokens, model.config.max_length)
     runner = runner_for(model, runner, rows=len(prompts), tokens=max_new_tokens, capacity=room)
     capacity = max(min(room, 2 * longest + 256), runner.capacity)
     state = DecodeState.empty(model, len(prompts), capacity)
@@ -119,8 +120,7 @@ def stream(
             token = choose(logits[k], texts[b], sampling, rngs[b])
             texts[b].append(token)
             new = texts[b][lengths[b] :]
-            full = len(new) >= max_new_tokens or state.lengths[k] >= most
-            if not (full or token in stop_ids or (stop is not None and stop(new))):
+            if ending(model, lengths[b], new, max_new_tokens, stop_ids, stop) is None:
                 going.append(k)
             yield b, token
         if not going:
@@ -132,12 +132,49 @@ def stream(
         hidden = step(model, state, newest, runner)
 
 
+Ending = Literal["end_of_text", "stop", "max_new_tokens", "max_length"]
+
+
+def ending(
+    model: SpiralFormer,
+    prompt_length: int,
+    new: list[int],
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+) -> Ending | None:
+    """What ends a row of `stream` with these new tokens, if anything does."""
+    if new[-1] in stop_ids:
+        return "end_of_text"
+    if stop is not None and stop(new):
+        return "stop"
+    if len(new) >= max_new_tokens:
+        return "max_new_tokens"
+    read = prompt_length + len(new) - 1  # the newest token is not read yet
+    return "max_length" if read >= model.config.max_length else None
+
+
 def generate(
-    model: SpiralFormer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options
+    model: SpiralFormer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    runner: Runner | RunnerName = "auto",
 ) -> list[list[int]]:
-    """The new tokens of each prompt. Options as for `stream`."""
+    """The new tokens of each prompt, as `stream` yields them."""
     new: list[list[int]] = [[] for _ in prompts]
-    for row, token in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
+    for row, token in stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        stop=stop,
+        runner=runner,
+    ):
         new[row].append(token)
     return new
 
