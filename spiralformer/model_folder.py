@@ -117,10 +117,12 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    kind: type[SpiralFormer] | None = None,
 ) -> SpiralFormer:
-    """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in."""
+    """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in. `kind`
+    is a class derived from SpiralFormer, to have an object of."""
     folder = Path(folder)
-    model = assemble(load_config(folder), load_weights(folder), folder)
+    model = assemble(load_config(folder), load_weights(folder), folder, kind=kind)
     return model.to(device=device, dtype=dtype)
 
 
@@ -129,6 +131,7 @@ def assemble(
     weights: dict[str, torch.Tensor],
     folder: Path,
     named: Callable[[str], str] = str,
+    kind: type[SpiralFormer] | None = None,
 ) -> SpiralFormer:
     """The model of these weights, in evaluation mode; `named` is their name of each of ours."""
     import torch
@@ -136,7 +139,7 @@ def assemble(
     from spiralformer.model import SpiralFormer
 
     with torch.device("meta"):
-        model = SpiralFormer(config)
+        model = (kind or SpiralFormer)(config)
     wanted = {named(name): (name, tensor.shape) for name, tensor in model.state_dict().items()}
     embedding = named("embedding.weight")
     if config.tie_embeddings and embedding in weights:

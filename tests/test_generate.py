@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from spiralformer import SpiralConfig
+from spiralformer import SpiralConfig, load
 from spiralformer.cli import main
 from spiralformer.data.tokenizer import byte_tokenizer
 from spiralformer.decode import GREEDY, RequestError, Sampling, generate, stream
@@ -231,6 +231,8 @@ def test_end_of_text_ends_a_row_and_is_not_shown(folder, run_command):
         "new_tokens": before + 1,
         "ended_by": "end_of_text",
     }
+    said = load(folder).generate("x", max_new_tokens=9, temperature=0)
+    assert said == f"x{tokenizer.decode(new[:before])}"
     _, out, _ = run_command("generate", folder, *GREEDILY, "--prompt", "x", "--ignore-eos")
     assert out == f"x{tokenizer.decode(new)}\n"
 
