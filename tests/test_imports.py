@@ -30,7 +30,7 @@ ROWS = [
     ["cli", "__main__"],
     ["commands"],
     ["serve", "study", "bench"],
-    ["train", "evaluate", "probes", "hf", "vllm"],
+    ["train", "evaluate", "probes", "hf", "vllm", "pretrained"],
     ["data", "decode"],
     ["model_folder", "reference", "convert"],
     ["model"],
