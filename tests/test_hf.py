@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,53 +27,18 @@ from spiralformer.decode.native import NativeRunner
 from spiralformer.hf import SpiralCache, SpiralFormerConfig, SpiralFormerForCausalLM
 from spiralformer.hf.export import export
 from spiralformer.model_folder import load_model, save_model
+from tests.hf import (
+    GREEDY,
+    LAYOUTS,
+    PAPER,
+    RAGGED,
+    SMALL,
+    padded,
+    prompts,
+    tiny_tokenizer,
+    wrapped,
+)
 from tests.strategies import build
-
-transformers.utils.logging.disable_progress_bar()
-transformers.logging.set_verbosity_error()
-
-VOCAB, PAD = 61, 0
-SMALL = {"hidden_size": 16, "num_heads": 2, "vocab_size": VOCAB, "max_length": 128}
-SMALL |= {"intermediate_size": 24, "rotary_fraction": 0.5}
-LAYOUTS = {
-    "paper": {"layout": "1+1x{1/8,1/4,1/2,1}+1"},
-    "bare": {"layout": "0+1x{1/3,1}+0"},
-    "coarse": {"layout": "1+1x{1/5,1/2}+1", "downscale": "mean", "upscale": "uniform"},
-    "parallel": {"layout": "1+1x{1/4,1/2,1}+1", "shift": "parallel"},
-    "untied": {"layout": "1+1+1+1"},
-}
-PAPER = SpiralConfig(**LAYOUTS["paper"], **SMALL)
-GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
-
-
-def wrap(model: SpiralFormer, **fields) -> SpiralFormerForCausalLM:
-    wrapped = SpiralFormerForCausalLM(SpiralFormerConfig.from_spiral(model.config, **fields))
-    wrapped.to(model.embedding.weight.dtype).model.load_state_dict(model.state_dict())
-    return wrapped.eval()
-
-
-def wrapped(config: SpiralConfig = PAPER, dtype=torch.float64, **fields) -> SpiralFormerForCausalLM:
-    return wrap(build(config, dtype=dtype), **fields)
-
-
-def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    rng = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCAB, (n,), generator=rng).tolist() for n in lengths]
-
-
-def padded(rows: list[list[int]], side: str = "left", extra: int = 0) -> dict[str, torch.Tensor]:
-    """A batch of the rows, `extra` columns wider than it need be."""
-    width = max(map(len, rows)) + extra
-    ids = torch.full((len(rows), width), PAD)
-    mask = torch.zeros_like(ids)
-    for k, row in enumerate(rows):
-        where = slice(width - len(row), None) if side == "left" else slice(len(row))
-        ids[k, where], mask[k, where] = torch.tensor(row), 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-RAGGED = prompts(13, 1, 8, 21)
-
 
 # ---------------------------------------------------------------------------- generation
 
@@ -414,19 +378,6 @@ def test_a_new_model_starts_from_our_initialisation():
     assert all(torch.equal(ours[k], v) for k, v in theirs.model.state_dict().items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_vocabulary_can_be_resized(tmp_path, tied):
-    model = wrapped(PAPER.replace(tie_embeddings=tied), torch.float32)
-    ids = torch.tensor(prompts(20))
-    before = model(ids).logits
-    model.resize_token_embeddings(VOCAB + 7)
-    assert model.config.vocab_size == model.model.config.vocab_size == VOCAB + 7
-    torch.testing.assert_close(model(ids).logits[..., :VOCAB], before)
-    assert model(torch.tensor([[VOCAB + 6]])).logits.shape == (1, 1, VOCAB + 7)
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(load_model(tmp_path)(ids), model(ids).logits)
-
-
 # ---------------------------------------------------------------------------- training
 
 
@@ -502,25 +453,6 @@ def test_trainer_evaluates_predicts_and_smooths_labels(tmp_path):
     assert predicted.metrics["test_loss"] == pytest.approx(exact, abs=1e-4)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients():
-    model, ids = wrapped().train(), torch.tensor(prompts(30, 30))
-
-    def gradients():
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    plain = gradients()
-    model.gradient_checkpointing_enable()
-    assert model.is_gradient_checkpointing
-    blocks = []
-    model.model.cores[0].blocks[0].register_forward_pre_hook(lambda *_: blocks.append(1))
-    torch.testing.assert_close(gradients(), plain)
-    assert len(blocks) == 2 * PAPER.num_iterations
-    model.gradient_checkpointing_disable()
-    assert not model.is_gradient_checkpointing
-
-
 def test_lora_trains_its_adapters_alone_and_decodes_with_them(tmp_path):
     base = wrapped(dtype=torch.float32)
     before = {k: v.clone() for k, v in base.state_dict().items()}
@@ -554,22 +486,6 @@ def test_lora_trains_its_adapters_alone_and_decodes_with_them(tmp_path):
 
 
 # ---------------------------------------------------------------------------- tools
-
-
-def tiny_tokenizer(path) -> Tokenizer:
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    text = ["a loop runs coarse to fine", "each chunk is one latent of the loop"] * 20
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    found.train_from_iterator(
-        text,
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    found.save(str(path))
-    return found
 
 
 @pytest.fixture

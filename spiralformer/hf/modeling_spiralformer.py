@@ -356,6 +356,13 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
         max_cache_length: int,
         *args: Any,
     ) -> None:
+        outputs = generation_config.output_attentions or generation_config.output_hidden_states
+        coarse = any(iteration.chunk > 1 for iteration in self.model.config.iterations)
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and outputs and coarse:
+            raise ValueError(
+                "assisted generation cuts output_attentions and output_hidden_states into tokens, "
+                "and an iteration at a lower resolution gives chunks; leave out one or the other"
+            )
         mask = model_kwargs.get("attention_mask")
         if mask is not None:
             if not mask.any(1).all():
