@@ -393,17 +393,16 @@ def examples(*lengths: int) -> list[dict[str, torch.Tensor]]:
 
 def trainer(model, data, folder, **options) -> Trainer:
     options = {"per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, **options}
+    options.setdefault("save_strategy", "no")
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
         report_to="none",
-        save_strategy="no",
         disable_tqdm=True,
         learning_rate=0.05,
         lr_scheduler_type="constant",
-        optim="sgd",
         max_grad_norm=0.0,
-        **options,
+        **{"optim": "sgd", **options},
     )
     return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
 
@@ -451,6 +450,22 @@ def test_trainer_evaluates_predicts_and_smooths_labels(tmp_path):
     torch.testing.assert_close(torch.tensor(predicted.predictions), logits, rtol=0, atol=1e-5)
     exact = model.model(ids[:, :-1], labels[:, 1:]).item()
     assert predicted.metrics["test_loss"] == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_was_stopped_goes_on_as_if_it_never_had_been(tmp_path):
+    data = examples(*range(1, 24))
+    whole, stopped, fresh = (wrapped(dtype=torch.float32) for _ in range(3))
+    save = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    wanted = losses(trainer(whole, data, tmp_path / "whole", **save))
+    losses(trainer(stopped, data, tmp_path / "stopped", **{**save, "max_steps": 2}))
+    run = trainer(fresh, data, tmp_path / "stopped", **save)
+    run.train(resume_from_checkpoint=True)
+    found = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert run.state.global_step == 4
+    assert found == wanted
+    for a, b in zip(whole.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_lora_trains_its_adapters_alone_and_decodes_with_them(tmp_path):
@@ -507,6 +522,50 @@ def test_the_pipeline_writes_what_our_generate_writes(spoken, caplog):
     ids = tokenizer.encode(text).ids
     new = generate(load_model(spoken), [ids], max_new_tokens=12, stop_ids=[0])[0]
     assert found == tokenizer.decode(ids + new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True])
+def test_trl_tunes_on_the_loss_of_our_model(spoken, tmp_path, adapters):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(spoken, eos_token="<eos>", pad_token="<eos>")
+    texts = ["a loop runs coarse to fine", "each chunk is one latent of the loop"]
+    model = AutoModelForCausalLM.from_pretrained(spoken)
+    inputs = tokenizer([text + "<eos>" for text in texts], return_tensors="pt", padding=True)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    first = model(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels
+    ).loss.item()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        peft_config=LoraConfig(r=4, target_modules=["qkv", "mlp.up"]) if adapters else None,
+        args=SFTConfig(
+            output_dir=str(tmp_path / "tuned"),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            learning_rate=0.05,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    found = losses(run)
+    assert len(found) == 2
+    assert found[0] == pytest.approx(first, rel=1e-4)
+    assert found[1] < found[0]
+    kept = [
+        torch.equal(before[name.replace("base_layer.", "")], value)
+        for name, value in model.state_dict().items()
+        if "lora_" not in name
+    ]
+    assert all(kept) if adapters else not all(kept)
 
 
 WITHOUT_PACKAGE = """
