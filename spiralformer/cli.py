@@ -9,7 +9,7 @@ import os
 import sys
 
 from spiralformer import __version__
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, shown
 
 COMMANDS = {
     "data": "text to token shards, for training",
@@ -48,9 +48,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def require_bounded(args: argparse.Namespace) -> None:
+    """Numbers that a machine can count with. What else a number must be, its command says."""
+    for name, value in vars(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not -(2**63) <= number < 2**63:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} {shown(number)}: not a number of at most 2^63 - 1")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
+        require_bounded(args)
         return args.run(args) or 0
     except UserError as error:
         print(f"spiralformer {args.command}: error: {error}", file=sys.stderr)

@@ -16,9 +16,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from spiralformer.accounting import parameters
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
 from spiralformer.files import new_folder, read_json, write_json
+from spiralformer.machine import require_memory
 from spiralformer.model import SpiralFormer
 
 MODEL_TYPE = "spiralformer"
@@ -60,8 +62,11 @@ def load_model(
 ) -> SpiralFormer:
     """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in."""
     folder = Path(folder)
-    model = assemble(load_config(folder), load_weights(folder), folder)
-    return model.to(device=device, dtype=dtype)
+    config = load_config(folder)
+    stored = sum(path.stat().st_size for path in weight_files(folder))
+    cast = parameters(config).total * dtype.itemsize if dtype else 0
+    require_memory(max(stored, cast), f"{folder}: the model")
+    return assemble(config, load_weights(folder), folder).to(device=device, dtype=dtype)
 
 
 def assemble(

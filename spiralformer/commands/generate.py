@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from spiralformer.errors import UserError
 from spiralformer.files import read_text, require_folder
+from spiralformer.machine import open_device
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 RUNNERS = ("auto", "eager", "compile", "native")
@@ -56,11 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from spiralformer.model_folder import load_model, tokenizer_files
 
     sampling = Sampling(**{field.name: getattr(args, field.name) for field in fields(Sampling)})
-    try:
-        device = torch.device(args.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    device = open_device(args.device, "--device")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model = load_model(args.checkpoint, dtype=dtype, device=device)
     tokenizer_files(args.checkpoint)  # says so if there is none

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from spiralformer.console import Progress
 from spiralformer.errors import UserError
 from spiralformer.files import writing
+from spiralformer.machine import open_device
 from spiralformer.probes import GAMMA, NUMBERS
 
 if TYPE_CHECKING:
@@ -90,11 +91,7 @@ def _measure(args: argparse.Namespace) -> ProbeResult:
     from spiralformer.probes.measure import chunkings, probe
     from spiralformer.probes.result import ProbeResult
 
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {args.device}: cannot be used ({reason})") from None
+    open_device(args.device, "--device")
     folders = [Path(path) for path in (args.checkpoint, args.compare) if path]
     configs = [load_config(folder) for folder in folders]
     length = args.length or min(config.max_length for config in configs)

@@ -24,6 +24,7 @@ from spiralformer.errors import UserError, first_line
 from spiralformer.evaluate.perplexity import windows
 from spiralformer.evaluate.tasks import quiet
 from spiralformer.files import read_json
+from spiralformer.machine import open_device
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
 from spiralformer.model_folder import MODEL_TYPE, load_model, tokenizer_of
@@ -99,11 +100,7 @@ def _require_fit(folder: Path, ids: int, vocab_size: int) -> None:
 def choose_device(asked: str | None) -> str:
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=asked)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {asked}: not usable here ({first_line(error)})") from None
-    return asked
+    return str(open_device(asked, "--device"))
 
 
 # ---------------------------------------------------------------------------- models

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from spiralformer.accounting import forward_flops, parameters, training_flops_per_token
 from spiralformer.errors import UserError
-from spiralformer.files import read_json, write_json
-from spiralformer.study.spec import Claim, Figure, Row, first_mistake
+from spiralformer.files import read_record, write_json
+from spiralformer.study.spec import Claim, Figure, Row
 
 FILE = "records.json"
 
@@ -204,10 +204,7 @@ class Records(Record):
 
     @classmethod
     def read(cls, folder: Path) -> Records:
-        try:
-            return cls.model_validate(read_json(folder / FILE))
-        except ValidationError as error:
-            raise UserError(f"{folder / FILE}: {first_mistake(error)}") from None
+        return read_record(folder / FILE, cls)
 
 
 # ---------------------------------------------------------------------------- matched

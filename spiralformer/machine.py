@@ -1,0 +1,66 @@
+"""What this machine has: memory, devices, packages. Asked before any work begins."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spiralformer.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    import torch
+
+LIMITS = (  # where Linux tells what a container may use, in bytes
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def memory() -> int | None:
+    """Bytes that this machine, or the container we are in, has; None where nobody tells."""
+    try:
+        known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, ValueError, OSError):
+        return None
+    for path in LIMITS:
+        if path.is_file() and (limit := path.read_text().strip()).isdigit():
+            known.append(int(limit))
+    return min(known)
+
+
+def require_memory(needed: float, what: str, device: torch.device | str = "cpu") -> None:
+    """Refuses what cannot fit however empty the machine is: better than to be killed half-way."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        known: int | None = torch.cuda.mem_get_info(device)[1]
+    else:
+        known = memory()
+    if known is not None and needed > known:
+        raise UserError(
+            f"{what} needs at least {needed / 1e9:,.1f} GB of memory, and {device} has "
+            f"{known / 1e9:,.1f}; make it smaller"
+        )
+
+
+def open_device(name: str, field: str) -> torch.device:
+    """The device of this name, which has computed something; `field` is where it was named."""
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UserError(
+            f"{field} {name}: cannot be used here ({first_line(error)}); cpu always can"
+        ) from None
+    return device
+
+
+def require_package(module: str, purpose: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"{purpose} needs the package {module}: pip install 'spiralformer[{extra}]'"
+        )
