@@ -641,7 +641,10 @@ def test_the_command_trains_and_says_so_when_it_is_done(command, small, tmp_path
         (["spiral-b-nano-mesh", "data.path=/no/such"], "/no/such"),
         (["spiral-b-nano-mesh", "data.path=x", "--frsh"], "unrecognized arguments: --frsh"),
         (["spiral-b-nano-mesh", "data.path=x", "--fresh", "--resume"], "not allowed with"),
-        (["spiral-b-nano-mesh", "data.path=x", "device=cuda:99"], "device cuda:99: cannot be used here"),
+        (
+            ["spiral-b-nano-mesh", "data.path=x", "device=cuda:99"],
+            "device cuda:99: cannot be used here",
+        ),
         ([], "the following arguments are required: CONFIG"),
     ],
 )
