@@ -7,6 +7,7 @@ import argparse
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 from spiralformer import __version__
 from spiralformer.errors import UserError, shown
@@ -25,6 +26,11 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(message if len(message) <= 300 else f"{message[:300]}…")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The arguments of the chosen command; `.run` is what carries them out."""
     parser = argparse.ArgumentParser(
@@ -38,7 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         commands.add_parser(name, help=help, add_help=False)
     chosen = parser.parse_known_args(argv[:1])[0].command
     help = COMMANDS[chosen]
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog=f"spiralformer {chosen}", description=help[0].upper() + help[1:] + "."
     )
     module = importlib.import_module(f"spiralformer.commands.{chosen}")
@@ -68,6 +74,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"spiralformer {args.command}: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:  # of the system, where nobody could say more
+        if isinstance(error, BrokenPipeError) or error.filename is None:
+            raise
+        reason = f"{error.filename}: {error.strerror}"
+        print(f"spiralformer {args.command}: error: {reason}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

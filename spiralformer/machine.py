@@ -1,9 +1,14 @@
-"""What this machine has: memory, devices, packages. Asked before any work begins."""
+"""What this machine has: memory, devices, packages, time. Asked before any work begins."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,8 +64,27 @@ def open_device(name: str, field: str) -> torch.device:
     return device
 
 
+@contextlib.contextmanager
+def within(seconds: float, message: str) -> Iterator[None]:
+    """Ends what takes longer, where the system has an alarm for it."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() != threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise UserError(message)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def require_package(module: str, purpose: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
+    if not (sys.modules.get(module) or importlib.util.find_spec(module)):
         raise UserError(
             f"{purpose} needs the package {module}: pip install 'spiralformer[{extra}]'"
         )

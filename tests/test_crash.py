@@ -68,8 +68,21 @@ WORK = {
     "train": Work(["train", "recipe.yaml", "out=new"], of_run),
     "export": Work(["export", "model", "new"], bytes_of),
     "study": Work(
-        ["study", "study.yaml", "--scale", "tiny", "--data", "D", "--cache", "cache", "--jobs", "1"]
-        + ["--out", "new", "--quiet"],
+        [
+            "study",
+            "study.yaml",
+            "--scale",
+            "tiny",
+            "--data",
+            "D",
+            "--cache",
+            "cache",
+            "--jobs",
+            "1",
+            "--out",
+            "new",
+            "--quiet",
+        ],
         of_study,
     ),
 }
@@ -81,7 +94,7 @@ def start(tmp_path_factory) -> Path:
     warm()
     folder = tmp_path_factory.mktemp("crash") / "start"
     (folder / "text").mkdir(parents=True)
-    words = "spiral loop coarse fine chunk token state core".split()
+    words = ["spiral", "loop", "coarse", "fine", "chunk", "token", "state", "core"]
     rng = random.Random(0)
     for k in range(3):
         text = "\n\n".join(" ".join(rng.choices(words, k=12)) for _ in range(60))
@@ -89,8 +102,17 @@ def start(tmp_path_factory) -> Path:
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
     (folder / "study.yaml").write_text(json.dumps(STUDY))
     for command in (
-        ["data", "text", "--bytes", "--split-documents", "64", "--valid-fraction", "0.2"]
-        + ["--out", "D"],
+        [
+            "data",
+            "text",
+            "--bytes",
+            "--split-documents",
+            "64",
+            "--valid-fraction",
+            "0.2",
+            "--out",
+            "D",
+        ],
         ["train", "recipe.yaml", "out=R"],
     ):
         outcome = run_command(command, folder)

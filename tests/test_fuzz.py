@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from spiralformer.cli import COMMANDS
 from spiralformer.files import LARGEST
-from tests.child import Outcome, kill_at_change, run_command
+from tests.child import Outcome, run_command
 
 SECONDS = 20  # of the processor, on any machine
 MEMORY = 1 << 30
@@ -321,7 +321,7 @@ def make_world(folder: Path) -> Path:
     """Small files of every kind that a command reads, written by the commands themselves."""
     text = folder / "text"
     text.mkdir(parents=True)
-    words = "spiral loop coarse fine chunk token state core".split()
+    words = ["spiral", "loop", "coarse", "fine", "chunk", "token", "state", "core"]
     sentences = [" ".join(words[(i * k) % 8] for k in range(1, 12)) for i in range(40)]
     (text / "a.jsonl").write_text("".join(json.dumps({"text": s}) + "\n" for s in sentences))
     (text / "b.txt").write_text("\n\n".join(sentences))

@@ -21,10 +21,12 @@ from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError, shown
 from spiralformer.files import CONFIGS, first_mistake, read_yaml
+from spiralformer.machine import within
 
 FOLDER = CONFIGS / "studies"
 LARGEST_BUDGET = 1e15  # tokens
 MOST_SEEDS = 1000
+PATIENCE = 2.0  # seconds: a pattern may take longer than the universe lasts
 
 
 # ---------------------------------------------------------------------------- scales
@@ -318,11 +320,12 @@ def load(
     sizes, file = scale_named(scale, budget), parse(path)
     try:
         rows = _rows(file, sizes)
-        chosen = tuple(row for row in rows if re.search(only, row.id))
+        with within(PATIENCE, f"--only {shown(only)}: takes too long to match"):
+            chosen = tuple(row for row in rows if re.search(only, row.id))
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
     except re.error as error:
-        raise UserError(f"--only {only!r}: bad pattern: {error}") from None
+        raise UserError(f"--only {shown(only)}: bad pattern: {error}") from None
     if not chosen:
         ids = ", ".join(row.id for row in rows)
         raise UserError(f"--only {only!r} matches no row; the rows are {ids}")

@@ -51,8 +51,9 @@ def _number(value: Any) -> Any:
         return str(value)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            return float(value) if "e" in value.lower() else value
-    return value
+            value = float(value) if "e" in value.lower() else value
+    whole = isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _list(value: Any) -> Any:
