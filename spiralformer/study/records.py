@@ -20,7 +20,7 @@ FILE = "records.json"
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunRecord(Record):
@@ -204,7 +204,10 @@ class Records(Record):
 
     @classmethod
     def read(cls, folder: Path) -> Records:
-        return read_record(folder / FILE, cls)
+        records = read_record(folder / FILE, cls)
+        if not records.runs:
+            raise UserError(f"{folder / FILE}: has no finished run")
+        return records
 
 
 # ---------------------------------------------------------------------------- matched
