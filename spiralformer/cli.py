@@ -16,6 +16,7 @@ COMMANDS = {
     "data": "text to token shards, for training",
     "train": "train a model, or go on training it",
     "generate": "continue prompts with a trained model",
+    "serve": "an OpenAI-compatible server and a page to try a model in",
     "eval": "the paper's tables for checkpoints, ours or any Hugging Face causal language model",
     "probe": "what each iteration of a trained loop attends to: figures and a report",
     "study": "the paper's experiments at any scale: runs, tables, figures and verdicts",
@@ -44,9 +45,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         commands.add_parser(name, help=help, add_help=False)
     chosen = parser.parse_known_args(argv[:1])[0].command
     help = COMMANDS[chosen]
-    command = Parser(
-        prog=f"spiralformer {chosen}", description=help[0].upper() + help[1:] + "."
-    )
+    command = Parser(prog=f"spiralformer {chosen}", description=help[0].upper() + help[1:] + ".")
     module = importlib.import_module(f"spiralformer.commands.{chosen}")
     module.add_arguments(command)
     args = command.parse_intermixed_args(argv[1:])  # flags may stand anywhere

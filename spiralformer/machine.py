@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spiralformer.errors import UserError, first_line
+from spiralformer.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -48,20 +48,6 @@ def require_memory(needed: float, what: str, device: torch.device | str = "cpu")
             f"{what} needs at least {needed / 1e9:,.1f} GB of memory, and {device} has "
             f"{known / 1e9:,.1f}; make it smaller"
         )
-
-
-def open_device(name: str, field: str) -> torch.device:
-    """The device of this name, which has computed something; `field` is where it was named."""
-    import torch
-
-    try:
-        device = torch.device(name)
-        torch.ones(1, device=device).sum().item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise UserError(
-            f"{field} {name}: cannot be used here ({first_line(error)}); cpu always can"
-        ) from None
-    return device
 
 
 @contextlib.contextmanager

@@ -24,10 +24,9 @@ from spiralformer.errors import UserError, first_line
 from spiralformer.evaluate.perplexity import windows
 from spiralformer.evaluate.tasks import quiet
 from spiralformer.files import read_json
-from spiralformer.machine import open_device
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
-from spiralformer.model_folder import MODEL_TYPE, load_model, tokenizer_of
+from spiralformer.model_folder import MODEL_TYPE, load_model, tokenizer_of, usable_device
 
 DEFAULT_NEW_TOKENS = 256  # where a task does not say how long an answer may be, as in the harness
 BATCHES = 32  # so many are sorted by length together; what they answer is kept when they are done
@@ -100,7 +99,7 @@ def _require_fit(folder: Path, ids: int, vocab_size: int) -> None:
 def choose_device(asked: str | None) -> str:
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(open_device(asked, "--device"))
+    return str(usable_device(asked))
 
 
 # ---------------------------------------------------------------------------- models

@@ -24,6 +24,7 @@ from spiralformer.evaluate import tasks
 from spiralformer.evaluate.perplexity import Document, perplexity
 from spiralformer.evaluate.tasks import TEXTS, LoadedTask
 from spiralformer.machine import require_package
+from spiralformer.model_folder import find_model
 
 BOOTSTRAPS = 1000  # for the standard error of LAMBADA's perplexity
 
@@ -113,10 +114,8 @@ def require_packages() -> None:
 def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Evaluation]:
     """Everything asked for, for each model folder. Progress goes to standard error."""
     require_packages()
-    paths = [Path(folder) for folder in folders]
-    names = _short_names(paths)
-    for path in paths:
-        _require_config(path)
+    paths = [find_model(folder) for folder in folders]
+    names = _short_names([Path(folder) for folder in folders])
     most = max(options.shots, default=0)
     if options.data_dir is not None:
         tasks.require_files(options.names, options.data_dir, most)
@@ -162,13 +161,6 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
                 )
         del lm
     return evaluations
-
-
-def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent for path in folder.glob("*/config.json"))
-        hint = f"; did you mean {inside[-1]}?" if inside else ""
-        raise UserError(f"{folder}: no model folder: it has no config.json{hint}")
 
 
 def _short_names(folders: list[Path]) -> list[str]:

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.benchmark import Timer
 
 from spiralformer.errors import UserError
-from spiralformer.machine import open_device
 from spiralformer.model import SpiralFormer
+from spiralformer.model_folder import usable_device
 
 TIMEOUT = datetime.timedelta(minutes=30)  # for what one process does while the others wait
 
@@ -114,7 +114,7 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name += f":{os.environ.get('LOCAL_RANK', '0')}"
-    device = open_device(name, "device")
+    device = usable_device(name, "device")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -147,13 +147,21 @@ def _seconds(dtype: torch.dtype, device: torch.device, size: int = 512) -> float
 # ---------------------------------------------------------------------------- the model
 
 
-def parallelize(model: SpiralFormer, kind: str, processes: Processes) -> nn.Module:
-    """The model as one of several processes trains it: a copy (ddp) or a share (fsdp)."""
+def parallelize(
+    model: SpiralFormer, kind: str, processes: Processes, elastic: bool = False
+) -> nn.Module:
+    """The model as one of several processes trains it: a copy (ddp) or a share (fsdp). Elastic: not
+    every step uses every parameter."""
     if processes.world == 1:
         return model
     if kind == "ddp":
         devices = [processes.device] if processes.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model,
+            device_ids=devices,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=elastic,
+        )
     for stack in model.stacks():
         # The core runs again and again in one pass: gather its weights once and keep them for it.
         core = any(stack is core for core in model.cores)
