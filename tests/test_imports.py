@@ -34,7 +34,7 @@ ROWS = [
     ["data", "decode"],
     ["model_folder", "reference"],
     ["model"],
-    ["accounting", "presets", "paper", "config", "costs"],
+    ["diagram", "accounting", "presets", "paper", "config", "costs"],
     ["templates", "plots", "console", "files", "errors"],
 ]
 ROW = {room: k for k, row in enumerate(ROWS) for room in row}
