@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from spiralformer import diagram, presets
-from spiralformer.config import SpiralConfig
+from spiralformer.commands.count import read_config
 from spiralformer.errors import UserError
 from spiralformer.files import write_text
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.out is not None and Path(args.out).suffix not in KINDS:
         raise UserError(f"--out {args.out}: end it in {' or '.join(KINDS)}")
-    config = _config(args.model)
+    config = read_config(args.model, SIZES if presets.is_layout(args.model) else {})
     if args.out is None:
         sys.stdout.write(diagram.svg(config))
         return 0
@@ -42,13 +42,3 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.out, drawn)
     print(f"{args.out} is written.")
     return 0
-
-
-def _config(named: str) -> SpiralConfig:
-    folder = Path(named)
-    if folder.is_dir():
-        from spiralformer.model_folder import load_config
-
-        inner = folder / "model"
-        return load_config(inner if inner.is_dir() else folder)
-    return presets.resolve(named, **SIZES if presets.is_layout(named) else {})
