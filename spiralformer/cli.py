@@ -21,6 +21,7 @@ COMMANDS = {
     "probe": "what each iteration of a trained loop attends to: figures and a report",
     "study": "the paper's experiments at any scale: runs, tables, figures and verdicts",
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
+    "diagram": "an architecture as a picture, or as a page on which one picks a token",
     "bench": "speed and memory on the CPU beside peers",
     "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",
     "export": "a model folder for those who do not have this package",

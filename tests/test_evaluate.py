@@ -109,9 +109,8 @@ WIKITEXT = """
 """
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
+def write_data(folder: Path) -> Path:
+    """What --data-dir reads."""
     for task in PAPER.values():
         write_jsonl(folder / task.scored_file, rows_of(task.file, 12))
         if task.name not in LAMBADA:
@@ -121,6 +120,11 @@ def data_dir(tmp_path_factory) -> Path:
     )
     (folder / "wikitext2_raw.test.txt").write_text(WIKITEXT)
     return folder
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
