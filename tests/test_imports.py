@@ -35,7 +35,7 @@ ROWS = [
     ["model_folder", "reference", "convert"],
     ["model"],
     ["diagram", "accounting", "presets", "paper", "config", "costs"],
-    ["templates", "plots", "console", "files", "errors"],
+    ["templates", "plots", "console", "machine", "files", "errors"],
 ]
 ROW = {room: k for k, row in enumerate(ROWS) for room in row}
 
