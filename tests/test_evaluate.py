@@ -873,7 +873,7 @@ def test_unreadable_files_are_refused_with_their_line(refused, own_data, tmp_pat
         (b'{"goal": "a", "sol1": "b"}\n' * 3, f"{path}: the harness cannot use its rows"),
         (first + b"\n{oops\n", f"{path}:2: not JSON"),
         (first + b"\n\n[1]\n", f"{path}:3: not a JSON object"),
-        (first + b'\n{"goal": "\xff"}\n', f"{path}:2: not JSON ('utf-8'"),
+        (first + b'\n{"goal": "\xff"}\n', f"{path}: cannot be read: not UTF-8 text"),
         (b"\n\n", f"{path}: empty"),
     ):
         path.write_bytes(content)

@@ -30,12 +30,12 @@ ROWS = [
     ["cli", "__main__"],
     ["commands"],
     ["serve", "study", "bench"],
-    ["train", "evaluate", "probes", "hf", "vllm"],
+    ["train", "evaluate", "probes", "hf", "vllm", "pretrained"],
     ["data", "decode"],
-    ["model_folder", "reference"],
+    ["model_folder", "reference", "convert"],
     ["model"],
     ["accounting", "presets", "paper", "config", "costs"],
-    ["templates", "plots", "console", "files", "errors"],
+    ["templates", "plots", "console", "machine", "files", "errors"],
 ]
 ROW = {room: k for k, row in enumerate(ROWS) for room in row}
 

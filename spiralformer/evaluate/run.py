@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,8 @@ from spiralformer.errors import UserError
 from spiralformer.evaluate import tasks
 from spiralformer.evaluate.perplexity import Document, perplexity
 from spiralformer.evaluate.tasks import TEXTS, LoadedTask
+from spiralformer.machine import require_package
+from spiralformer.model_folder import find_model
 
 BOOTSTRAPS = 1000  # for the standard error of LAMBADA's perplexity
 
@@ -105,15 +106,16 @@ class Evaluation:
         return scores
 
 
+def require_packages() -> None:
+    for name in ("lm_eval", "accelerate", "datasets"):
+        require_package(name, "evaluating", "eval")
+
+
 def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Evaluation]:
     """Everything asked for, for each model folder. Progress goes to standard error."""
-    needed = ("lm_eval", "accelerate", "datasets")
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise UserError(f"{', '.join(missing)} is not installed: pip install 'spiralformer[eval]'")
-    paths = [Path(folder) for folder in folders]
-    names = _short_names(paths)
-    for path in paths:
-        _require_config(path)
+    require_packages()
+    paths = [find_model(folder) for folder in folders]
+    names = _short_names([Path(folder) for folder in folders])
     most = max(options.shots, default=0)
     if options.data_dir is not None:
         tasks.require_files(options.names, options.data_dir, most)
@@ -159,13 +161,6 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
                 )
         del lm
     return evaluations
-
-
-def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent for path in folder.glob("*/config.json"))
-        hint = f"; did you mean {inside[-1]}?" if inside else ""
-        raise UserError(f"{folder}: no model folder: it has no config.json{hint}")
 
 
 def _short_names(folders: list[Path]) -> list[str]:
