@@ -7,14 +7,27 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spiralformer import SpiralConfig, load
 from spiralformer.cli import main
 from spiralformer.data.tokenizer import byte_tokenizer
-from spiralformer.decode import GREEDY, RequestError, Sampling, generate, stream
+from spiralformer.decode import (
+    GREEDY,
+    Batch,
+    RequestError,
+    Row,
+    Sampling,
+    StateError,
+    generate,
+    prefill,
+    step,
+    stream,
+)
 from spiralformer.decode.generate import TextStream, penalise, probabilities
 from spiralformer.model_folder import load_model, save_model
-from tests.strategies import VOCAB, build, tokens
+from tests.strategies import VOCAB, build, configs, tokens
 
 CONFIG = SpiralConfig(
     layout="1+1x{1/4,1/3,1}+1", hidden_size=32, num_heads=4, vocab_size=VOCAB, max_length=96
@@ -69,6 +82,78 @@ def test_tokens_stream_one_at_a_time():
         seen.append(row)
         assert 0 <= token < VOCAB
     assert seen == [0, 1, 2] * 3
+
+
+def continue_in_turn(model, arrivals: dict[Row, int], cancelled: dict[Row, int]) -> None:
+    """Rows join before the step that is given for them, and are cancelled after so many tokens.
+    Each logit is compared with the forward pass over the row's whole text."""
+    batch, waiting, now = Batch(model), dict(arrivals), 0
+    while waiting or batch.rows:
+        batch.advance()
+        for row in [row for row, at in waiting.items() if at <= now]:
+            del waiting[row]
+            hidden, state = prefill(model, torch.tensor([row.prompt]), last=True)
+            batch.join([row], state, hidden[:, 0])
+        for row, _, logits in batch.choose():
+            text = torch.tensor([[*row.prompt, *row.new[:-1]]])
+            with torch.no_grad():
+                torch.testing.assert_close(logits, model(text)[0, -1], rtol=0, atol=1e-9)
+            if len(row.new) == cancelled.get(row):
+                row.ended = "cancelled"
+        now += 1
+
+
+def alone(model, row: Row) -> list[int]:
+    [new] = generate(model, [row.prompt], max_new_tokens=row.max_new_tokens, sampling=row.sampling)
+    return new
+
+
+@given(
+    configs(),
+    st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 14), st.integers(0, 12), st.integers(1, 20)),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_rows_that_join_and_leave_between_tokens_get_what_they_get_alone(config, rows):
+    """Each row: length of its prompt, of its answer, when it joins, and when it is cancelled."""
+    model = build(config)
+    arrivals, cancelled = {}, {}
+    for b, (length, count, at, end) in enumerate(rows):
+        row = Row(tokens(length, seed=b).tolist(), count, Sampling(1.2, top_k=9, seed=b))
+        arrivals[row], cancelled[row] = at, end
+    continue_in_turn(model, arrivals, cancelled)
+    for row, end in cancelled.items():
+        assert row.new == alone(model, row)[:end]
+        assert row.ended == ("max_new_tokens" if row.max_new_tokens < end else "cancelled")
+
+
+@pytest.mark.parametrize("shift", ["overlap", "parallel"])
+@pytest.mark.parametrize("left", range(6))
+@pytest.mark.parametrize("joined", range(6))
+def test_rows_join_and_leave_at_every_phase_of_every_chunk(joined, left, shift):
+    """Chunks of 3 and 2: a batch of any phase is joined by a row of any phase, and left."""
+    model = build(CONFIG.replace(layout="1+1x{1/3,1/2}+0", shift=shift))
+    first = Row(tokens(2).tolist(), joined + 1 + left)
+    second = Row(tokens(1 + left, seed=1).tolist(), 8)
+    continue_in_turn(model, {first: 0, second: joined}, {})
+    assert [first.new, second.new] == [alone(model, first), alone(model, second)]
+
+
+def test_a_joined_state_can_be_truncated_as_far_as_its_rows_could():
+    model, ids = build(CONFIG), tokens(2, 20)
+    _, state = prefill(model, ids[:1, :9], history=4)
+    _, other = prefill(model, ids[1:, :14], capacity=40)
+    state.join(other)
+    assert (state.lengths, state.oldest) == ([9, 14], [5, 14])
+    state.truncate(model, [6, 14])
+    texts = torch.cat((ids[0, :6], ids[1, :1])), torch.cat((ids[1, :14], ids[0, :1]))
+    out = model.head(step(model, state, torch.stack((ids[1, 0], ids[0, 0]))))
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(out[row], model(text[None])[0, -1].detach(), rtol=0, atol=1e-9)
+    with pytest.raises(StateError, match="another model"):
+        state.join(prefill(build(CONFIG.replace(offset="zero")), ids)[1])
 
 
 def test_the_cuts_keep_what_they_say():

@@ -181,7 +181,7 @@ class Writer:
             print(text.push(new[0], final=True), flush=True)
         full = 0
         for row, tokens in zip(rows, new, strict=True):
-            ended_by = ending(self.model, len(row.ids), tokens, **limits)
+            ended_by = ending(self.model.config.max_length, len(row.ids), tokens, **limits)
             full += ended_by == "max_length"
             continuation = text.text(tokens)
             if args.json:
