@@ -102,7 +102,9 @@ def describe(config: SpiralConfig, i: int) -> list[str]:
     for iteration in config.iterations:
         j, name = reads(iteration, i), f"iteration {iteration.index} at {iteration.resolution}"
         if j is None:
-            lines.append(f"{name}: reads nothing; the first latent returns at token {iteration.shift}.")
+            lines.append(
+                f"{name}: reads nothing; the first latent returns at token {iteration.shift}."
+            )
             continue
         what = f"chunk {j} ({span('token', *members(iteration, j))})"
         if iteration.chunk == 1 and not iteration.shift:
