@@ -62,6 +62,11 @@ def slots_of(block_table: Tensor, requests: Tensor, places: Tensor, size: int) -
     return block_table[requests, places // size] * size + places % size
 
 
+def backend_name(*geometry: int) -> str:
+    """vLLM takes backends of one name for one: theirs tells chunk size, offset and shift."""
+    return "Spiral_" + "".join(f"{number}_" for number in geometry)
+
+
 # ---------------------------------------------------------------------------- keys and values
 
 
@@ -133,7 +138,7 @@ def coarse_backend(base: type[AttentionBackend], chunk: int, offset: int) -> typ
             )
 
     return subclass_attention_backend_with_overrides(
-        f"Chunks{chunk}Offset{offset}",  # vLLM takes backends of one name for one
+        backend_name(chunk, offset),
         base,
         {
             "get_builder_cls": lambda: Builder,
@@ -236,12 +241,7 @@ def chunk_state_backend(chunk: int, offset: int, shift: int) -> type[AttentionBa
         def get_builder_cls() -> type[AttentionMetadataBuilder]:
             return Builder
 
-    return type(state_name(chunk, offset, shift), (Backend,), {})
-
-
-def state_name(chunk: int, offset: int, shift: int) -> str:
-    """vLLM takes backends of one name for one."""
-    return f"Chunk{chunk}Offset{offset}Shift{shift}"
+    return type(backend_name(chunk, offset, shift), (Backend,), {})
 
 
 class ChunkState(nn.Module, AttentionLayerBase):

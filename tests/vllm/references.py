@@ -1,5 +1,5 @@
-"""`python -m tests.vllm.references CASE.json`: what our own decoder says, in a process of its own,
-because vLLM changes classes of Hugging Face in the one it lives in."""
+"""`python -m tests.vllm.references`: what our own decoder says, case by case as they come on the
+standard input, in a process of its own, because vLLM changes classes of Hugging Face in its."""
 
 import json
 import sys
@@ -9,18 +9,19 @@ import torch
 
 from spiralformer import SpiralConfig
 from spiralformer.decode import generate
-from spiralformer.hf.export import export
 from spiralformer.model_folder import save_model
 from tests.strategies import build
 
 
-def answer(case: dict) -> dict:
+def answer(case: dict) -> list[dict]:
     """Writes the model folder; gives new tokens and their log-probabilities, turn by turn. The next
     turn's prompt is all that was said before, and something new."""
     model = build(SpiralConfig.from_dict(case["config"]), dtype=torch.float32)
     folder = Path(case["folder"])
     save_model(model, folder / "model")
     if case["export"]:
+        from spiralformer.hf.export import export
+
         export(folder / "model", folder / "exported")
     turns, prompts = [], case["prompts"]
     for asks in [*case["asks"], None]:
@@ -34,10 +35,10 @@ def answer(case: dict) -> dict:
         turns.append({"prompts": prompts, "tokens": new, "logprobs": logprobs})
         if asks is not None:
             prompts = [p + t + asks for p, t in zip(prompts, new, strict=True)]
-    return {"turns": turns}
+    return turns
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    path = Path(sys.argv[1])
-    path.with_suffix(".answer").write_text(json.dumps(answer(json.loads(path.read_text()))))
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)

@@ -18,7 +18,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 import spiralformer.vllm
 from spiralformer import SpiralConfig
-from spiralformer.accounting import forward_flops
+from spiralformer.accounting import forward_flops, kv_bytes
 from spiralformer.errors import UserError
 from spiralformer.vllm import config as start_up
 from spiralformer.vllm import layers
@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 VOCAB = 61
 NEW = 24
 SPIRAL = "1+1x{1/8,1/4,1/2,1}+1"
+
+gc.freeze()  # vLLM collects garbage again and again, over all that was imported
 
 # Once a process is enough; vLLM's search for kernels stumbles over numba, which n-grams load.
 CpuPlatform.register_triton_kernel_overrides = staticmethod(
@@ -78,6 +80,13 @@ RANDOM = {f"random-{seed}": random_config(seed) for seed in range(8)}
 # ---------------------------------------------------------------------------- engines
 
 
+@functools.cache
+def references() -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.vllm.references"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
 class Case:
     """A model folder, prompts, and what our decoder makes of them."""
 
@@ -85,11 +94,9 @@ class Case:
         self.config, self.new = config, new
         self.model, self.exported = folder / "model", folder / "exported"
         case = {"asks": [], "export": False, **more, "config": config.to_dict(), "new": new}
-        path = folder / "case.json"
-        path.write_text(json.dumps({**case, "folder": str(folder), "prompts": prompts}))
-        command = [sys.executable, "-m", "tests.vllm.references", str(path)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        self.turns = json.loads(path.with_suffix(".answer").read_text())["turns"]
+        case |= {"folder": str(folder), "prompts": prompts}
+        print(json.dumps(case), file=references().stdin, flush=True)
+        self.turns = json.loads(references().stdout.readline())
 
     def differences(self, llm: LLM, turn: int = 0, **sampling) -> tuple[int, float]:
         """How many requests got other tokens than ours, and how far log-probabilities lie apart."""
@@ -129,7 +136,6 @@ def serving(folder: Path, **options):
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
-        gc.collect()
 
 
 def counted(llm: LLM) -> Counter:
@@ -220,6 +226,18 @@ def test_entries_that_pass_through_each_iteration_are_those_of_the_accounting(
     assert entries == expected
 
 
+@pytest.mark.parametrize("name", ["spiral-mesh", "odd-offsets"])
+def test_a_page_holds_keys_and_values_at_each_iterations_resolution(tmp_path, name):
+    case = Case(tmp_path, FAMILY[name], [[1]], new=1)
+    with serving(case.model) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        (group,) = core.scheduler.kv_cache_config.kv_cache_groups
+    page, tokens = group.kv_cache_spec.page_size_bytes, group.kv_cache_spec.block_size
+    states = [i for i in case.config.iterations if i.chunk > 1 or i.shift]
+    of_token = sum(4 * (case.config.hidden_size + i.chunk) for i in states)
+    assert page == kv_bytes(case.config, tokens, 4).total + of_token * tokens
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_an_exported_folder_is_served_as_well(tmp_path, trusted):
     case = Case(tmp_path, FAMILY["spiral-mesh"], ragged(4), export=True)
@@ -231,8 +249,9 @@ def test_an_exported_folder_is_served_as_well(tmp_path, trusted):
 
 
 def phase_off_by_one(monkeypatch):
-    of = layers.Chunks.indices
-    monkeypatch.setattr(layers.Chunks, "indices", lambda self: of(self) - 1)
+    coarse, state = layers.coarse_backend, layers.chunk_state_backend
+    monkeypatch.setattr(layers, "coarse_backend", lambda b, g, at: coarse(b, g, (at + 1) % g))
+    monkeypatch.setattr(layers, "chunk_state_backend", lambda g, at, s: state(g, (at + 1) % g, s))
 
 
 def one_member_dropped(monkeypatch):
@@ -248,20 +267,23 @@ def one_member_dropped(monkeypatch):
 
 
 def one_name_for_all(monkeypatch):
-    monkeypatch.setattr(layers, "state_name", lambda *geometry: "ChunkState")
+    monkeypatch.setattr(layers, "backend_name", lambda *geometry: "Spiral")
 
 
 @pytest.mark.parametrize("break_it", [phase_off_by_one, one_member_dropped, one_name_for_all])
 def test_a_break_is_seen(tmp_path, monkeypatch, break_it):
     # two iterations of one chunk size: without their geometry in its name they share a backend
     case = Case(tmp_path, config("1+1x{1/4,1/4,1}+1", offset=(0, 3, 0)), ragged(4))
-    layers.chunk_state_backend.cache_clear()
+    made = [layers.coarse_backend, layers.chunk_state_backend]
+    for cached in made:
+        cached.cache_clear()
     break_it(monkeypatch)
     try:
         with serving(case.model) as llm:
             assert case.differences(llm)[0] > 0
     finally:
-        layers.chunk_state_backend.cache_clear()
+        for cached in made:
+            cached.cache_clear()
 
 
 # ---------------------------------------------------------------------------- refusals
