@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from spiralformer.config import SpiralConfig
+from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
 from spiralformer.model_folder import MODEL_TYPE
 from spiralformer.vllm import VLLM
@@ -35,7 +35,10 @@ class ServedConfig(PretrainedConfig):
     def __init__(self, **fields: Any) -> None:
         check_version()
         given = {name: fields.pop(name) for name in FIELDS if name in fields}
-        spiral = SpiralConfig.from_dict(given)
+        try:
+            spiral = SpiralConfig.from_dict(given)
+        except ConfigError as error:  # as a ValueError it would come out wrapped by vLLM
+            raise UserError(f"config.json: {error}") from None
         for name, value in spiral.to_dict().items():
             setattr(self, name, value)
         self.head_size = spiral.head_size
@@ -126,7 +129,7 @@ def check_head_size(spiral: SpiralConfig) -> None:
         raise UserError(
             f"hidden_size {spiral.hidden_size} / num_heads {spiral.num_heads}: heads of "
             f"{spiral.head_size} are not supported by vLLM on CPUs, which has "
-            f"{', '.join(map(str, sizes))}; use `spiralformer serve` without vLLM"
+            f"{', '.join(map(str, sizes))}; use `spiralformer serve --engine own`"
         )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -230,9 +231,10 @@ def test_entries_that_pass_through_each_iteration_are_those_of_the_accounting(
 def test_a_page_holds_keys_and_values_at_each_iterations_resolution(tmp_path, name):
     case = Case(tmp_path, FAMILY[name], [[1]], new=1)
     with serving(case.model) as llm:
-        core = llm.llm_engine.engine_core.engine_core
-        (group,) = core.scheduler.kv_cache_config.kv_cache_groups
-    page, tokens = group.kv_cache_spec.page_size_bytes, group.kv_cache_spec.block_size
+        caches = [*llm.apply_model(lambda model: [c.kv_cache for c in model.cached.values()])[0]]
+        tokens = llm.llm_engine.vllm_config.cache_config.block_size
+    (pages,) = {len(cache) for cache in caches}
+    page = sum(cache.nbytes for cache in caches) // pages
     states = [i for i in case.config.iterations if i.chunk > 1 or i.shift]
     of_token = sum(4 * (case.config.hidden_size + i.chunk) for i in states)
     assert page == kv_bytes(case.config, tokens, 4).total + of_token * tokens
@@ -340,9 +342,23 @@ def test_another_vllm_is_refused_in_one_line(folder, monkeypatch):
         start(folder)
 
 
+def test_a_wrong_configuration_is_refused_in_one_line(folder, tmp_path):
+    fields = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "shift": [0, 2, 3]}))
+    with pytest.raises(UserError, match=r"config\.json: shift 0 of iteration 0 would leak"):
+        start(tmp_path)
+
+
 def test_registering_never_raises(monkeypatch, caplog):
-    spiralformer.vllm.register()
-    spiralformer.vllm.register()
-    assert not caplog.records
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", None)
-    spiralformer.vllm.register()
+    logger = logging.getLogger("vllm.spiralformer")  # its parent lets nothing through to caplog
+    caplog.set_level(logging.WARNING, logger.name)
+    logger.addHandler(caplog.handler)
+    try:
+        spiralformer.vllm.register()
+        spiralformer.vllm.register()
+        assert not caplog.records
+        monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", None)
+        spiralformer.vllm.register()
+        assert "cannot be served" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
