@@ -132,6 +132,26 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def inside(folder: str | Path, name: Any) -> Path:
+    """The file of that name in a folder. A name from a file of others may be any text: one that is
+    not plain, or is a link that leads out of the folder, is refused."""
+    folder = Path(folder)
+    plain = isinstance(name, str) and name.isprintable() and name not in ("", "..")
+    if not plain or Path(name).name != name:
+        raise UserError(f"{folder}: {name!r} is not the name of a file in it")
+    path = folder / name
+    if path.is_symlink() and not _leads_inside(path):
+        raise UserError(f"{path}: a link that leads out of the folder; put the file itself there")
+    return path
+
+
+def _leads_inside(link: Path) -> bool:
+    """The Hub's cache keeps the files of `snapshots/REVISION` in `blobs` beside them."""
+    home, target = link.parent.resolve(), link.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    return target.is_relative_to(home) or target.is_relative_to(blobs)
+
+
 def packaged_config(name: str) -> str:
     """The file that `stdlib`, `stdlib.yaml` or `configs/stdlib.yaml` means, where the package has
     one and the working folder does not; any other path or name as it is."""

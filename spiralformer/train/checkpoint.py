@@ -29,8 +29,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from spiralformer.errors import UserError
-from spiralformer.files import digest, new_folder, read_json, write_json
+from spiralformer.files import digest, inside, new_folder, read_json, write_json
 from spiralformer.train.distributed import Processes
+from spiralformer.train.metadata import METADATA, TensorReader, read_metadata
 
 STATE, FILES = "state.json", "files.json"
 
@@ -112,9 +113,7 @@ class Checkpoints:
             with self._attempt(final):
                 if main:
                     write_json(part / STATE, state)
-                    described.append(
-                        {name: _describe(part / name) for name in (".metadata", STATE)}
-                    )
+                    described.append({name: _describe(part / name) for name in (METADATA, STATE)})
                     write_json(part / FILES, dict(ChainMap(*described)))
                     if problem := fault(part, checksums=False):
                         raise RuntimeError(problem)
@@ -127,7 +126,10 @@ class Checkpoints:
         weights, moments = get_state_dict(model, optimizer)
         try:
             with _alone():
-                dcp.load({"model": weights, "optimizer": moments["state"]}, checkpoint_id=path)
+                dcp.load(
+                    {"model": weights, "optimizer": moments["state"]},
+                    storage_reader=TensorReader(path),
+                )
         except CheckpointException as error:
             raise UserError(f"{path}: cannot be loaded: {_reason(error)}") from None
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -183,12 +185,14 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
     try:
         files = read_json(checkpoint / FILES)
         for name, expected in files.items():
-            size = (checkpoint / name).stat().st_size
+            path = inside(checkpoint, name)
+            size = path.stat().st_size
             if size != expected["size"]:
                 return f"{name} has {size:,} bytes in place of {expected['size']:,}"
-            if checksums and digest(checkpoint / name) != expected["sha256"][:16]:
+            if checksums and digest(path) != expected["sha256"][:16]:
                 return f"the checksum of {name} differs"
         read_state(checkpoint)
+        read_metadata(checkpoint)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except Exception as error:  # whatever a damaged file leads to
