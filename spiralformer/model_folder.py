@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError
-from spiralformer.files import new_folder, read_json, write_json
+from spiralformer.files import inside, new_folder, read_json, write_json
 from spiralformer.model import SpiralFormer
 
 MODEL_TYPE = "spiralformer"
@@ -38,7 +38,7 @@ def load_config(folder: str | Path) -> SpiralConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    path = folder / "config.json"
+    path = inside(folder, "config.json")
     fields = read_json(path)
     if fields.get("model_type") != MODEL_TYPE:
         raise CheckpointError(
@@ -98,13 +98,13 @@ def assemble(
 
 def weight_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
     """The files of a folder's weights: this one, or those that its index lists."""
-    index = folder / f"{name}.index.json"
-    paths = [folder / name]
+    index = inside(folder, f"{name}.index.json")
+    paths = [inside(folder, name)]
     if index.exists():
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict):
             raise CheckpointError(f"{index}: has no weight_map")
-        paths = [folder / file for file in sorted(set(places.values()))]
+        paths = sorted({inside(folder, file) for file in places.values()})
     for path in paths:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file; the folder has no weights")
@@ -175,4 +175,4 @@ def tokenizer_files(source: str | Path) -> list[Path]:
         return [source]
     if not (source / TOKENIZER).is_file():
         raise CheckpointError(f"{source}: has no {TOKENIZER}")
-    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    return [path for path in (inside(source, name) for name in TOKENIZER_FILES) if path.is_file()]

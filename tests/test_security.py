@@ -10,12 +10,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from spiralformer.files import digest
 from tests.training import assert_same_run, in_process, make_data, tiny, train
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 class Attack:
@@ -114,3 +117,108 @@ def test_resuming_runs_no_code_of_a_checkpoint_and_reads_nothing_outside_it(
     assert run_command("train", tmp_path / "train.json")[0] == 0
     assert not (tmp_path / "canary").exists()
     assert_same_run(whole, tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------- model folders
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A model folder with an index of its weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / "model-0.1", folder)
+    shutil.copy(FIXTURES / "data-0.1" / "tokenizer.json", folder)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    with safetensors.safe_open(folder / "part.safetensors", "pt") as file:
+        names = list(file.keys())
+    index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def rename_weights(folder: Path, name: str) -> None:
+    """The index names another file, which is there."""
+    place = folder / name
+    (folder / "part.safetensors").rename(place)
+    index = folder / "model.safetensors.index.json"
+    weights = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, name)}))
+
+
+def link(folder: Path, name: str) -> None:
+    """A file of the folder is a link to one outside."""
+    secret = folder.parent / f"secret-{name}"
+    if (folder / name).exists():
+        (folder / name).rename(secret)
+    else:
+        secret.write_text("{}")
+    (folder / name).symlink_to(secret)
+
+
+ESCAPES = {
+    "a path upwards": lambda folder: rename_weights(folder, "../outside.safetensors"),
+    "an absolute path": lambda folder: rename_weights(folder, f"{folder.parent}/out.safetensors"),
+    "linked weights": lambda folder: link(folder, "part.safetensors"),
+    "a linked index": lambda folder: link(folder, "model.safetensors.index.json"),
+    "a linked config": lambda folder: link(folder, "config.json"),
+    "linked settings": lambda folder: link(folder, "generation_config.json"),
+    "a linked tokenizer": lambda folder: link(folder, "tokenizer_config.json"),
+}
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_a_model_folder_is_read_and_copied_from_inside_only(escape, model, tmp_path, run_command):
+    assert run_command("export", model, tmp_path / "fine")[0] == 0
+    ESCAPES[escape](model)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, _, error = run_command("export", model, tmp_path / "out")
+    assert (status, one_line(error)) == (2, True), error
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_the_hubs_own_cache_is_a_model_folder(model, tmp_path, run_command):
+    """Its files are links to `blobs`."""
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "revision"
+    shutil.copytree(model, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    assert run_command("export", snapshot, tmp_path / "out")[0] == 0
+
+
+# ---------------------------------------------------------------------------- code of others
+
+EVIL = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+TOKENIZERS = {"AutoTokenizer": ["evil.Slow", "evil.Fast"]}
+FOREIGN = {
+    "a model": ({"model_type": "evil", "auto_map": EVIL}, {}),
+    "a tokenizer": ({"model_type": "gpt2"}, {"tokenizer_class": "Evil", "auto_map": TOKENIZERS}),
+    "both": ({"model_type": "evil", "auto_map": {**EVIL, **TOKENIZERS}}, {"auto_map": TOKENIZERS}),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("command", ["eval", "data", "generate", "import", "export"])
+def test_code_of_a_folder_is_not_run_and_nobody_is_asked(
+    kind, command, tmp_path, run_command, monkeypatch
+):
+    folder, text, out = tmp_path / "evil", tmp_path / "a.txt", tmp_path / "out"
+    folder.mkdir()
+    text.write_text("some text")
+    for name, fields in zip(("config", "tokenizer_config"), FOREIGN[kind], strict=True):
+        (folder / f"{name}.json").write_text(json.dumps(fields))
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    arguments = {
+        "eval": (folder, "--text-file", text, "--out", out),
+        "data": (text, "--tokenizer", folder, "--out", out),
+        "generate": (folder, "--prompt", "x"),
+        "import": (folder, out),
+        "export": (folder, out),
+    }
+    status, _, error = run_command(command, *arguments[command])
+    assert not (tmp_path / "canary").exists()
+    assert not asked
+    assert (status, one_line(error)) == (2, True), error
