@@ -7,6 +7,9 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -222,3 +225,52 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(
     assert not (tmp_path / "canary").exists()
     assert not asked
     assert (status, one_line(error)) == (2, True), error
+
+
+# ---------------------------------------------------------------------------- the native build
+
+BUILD = "from spiralformer.decode import native; native.PATIENCE = 2.0; print(native.load())"
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Builds with a compiler that never ends while the file `slow` is there, and fails else."""
+    compiler, slow = tmp_path / "compiler", tmp_path / "slow"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        f"touch {tmp_path}/begun\n[ -e {slow} ] && exec sleep 30\nexit 1\n"
+    )
+    compiler.chmod(0o755)
+    slow.touch()
+    env = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def start(patience: float = 2.0) -> subprocess.Popen:
+        code = BUILD.replace("2.0", str(patience))
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=pipe, text=True)
+
+    return start
+
+
+def test_a_build_waits_for_another_no_longer_than_its_patience_and_never_for_a_dead_one(
+    build, tmp_path
+):
+    other = build(100)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    assert f"process {other.pid} on " in (said := build().communicate(timeout=60)[0])
+    assert "is building here; wait, or choose the runner 'eager'\n" in said
+    other.kill()
+    other.communicate()
+    assert "compiler took longer than 2 seconds" in build().communicate(timeout=60)[0]
+    (tmp_path / "slow").unlink()
+    assert "compiler failed" in build().communicate(timeout=60)[0]
+    assert (tmp_path / "cache" / "spiralformer").stat().st_mode & 0o777 == 0o700
+
+
+def test_nothing_is_built_or_loaded_where_others_can_write(build, tmp_path):
+    folder = tmp_path / "cache" / "spiralformer"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert f"{folder}: others can write there" in build().communicate(timeout=60)[0]
+    assert not list(folder.iterdir())
