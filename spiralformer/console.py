@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import platform
+import re
 import shutil
 import sys
 import time
@@ -134,22 +135,17 @@ def table(
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """The same for a document; what would be markup in a cell is escaped."""
-    escaped = [[_escape(cell) for cell in row] for row in (header, *(row for row in rows if row))]
+    escaped = [[escape(cell) for cell in row] for row in (header, *(row for row in rows if row))]
     rule = ["---" if k < left else "---:" for k in range(len(header))]
     lines = [escaped[0], rule, *escaped[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _escape(cell: str) -> str:
-    for character, safe in (
-        ("&", "&amp;"),
-        ("<", "&lt;"),
-        (">", "&gt;"),
-        ("|", "\\|"),
-        ("\n", " "),
-    ):
-        cell = cell.replace(character, safe)
-    return cell
+def escape(text: str) -> str:
+    """A name or a text of others as Markdown that shows it: no link, picture, code or HTML."""
+    text = " ".join(text.splitlines()).replace("&", "&amp;").replace("<", "&lt;")
+    text = re.sub(r"([\\`*\[\]|~])", r"\\\1", text.replace(">", "&gt;"))
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\_", text)  # inside a word it means nothing
 
 
 def duration(seconds: float) -> str:

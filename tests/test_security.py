@@ -5,20 +5,35 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from html import unescape
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from tensorboard.plugin_util import markdown_to_safe_html
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.utils.tensorboard import SummaryWriter
 
+from spiralformer import console
+from spiralformer.bench import report
+from spiralformer.bench.timing import Measurement
+from spiralformer.evaluate.run import Evaluation, Options
+from spiralformer.evaluate.tables import render
 from spiralformer.files import digest
+from spiralformer.study import page
+from spiralformer.study.records import Records
+from spiralformer.train import log
 from tests.training import assert_same_run, in_process, make_data, tiny, train
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -274,3 +289,56 @@ def test_nothing_is_built_or_loaded_where_others_can_write(build, tmp_path):
     folder.chmod(0o777)
     assert f"{folder}: others can write there" in build().communicate(timeout=60)[0]
     assert not list(folder.iterdir())
+
+
+# ---------------------------------------------------------------------------- names and texts
+
+MARKDOWN = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+HOSTILE = "a_b [c](http://x) ![d](http://y) `e` **f** __g__ <script>h()</script> | &amp; ```\nj"
+SHOWN = HOSTILE.replace("\n", " ")
+
+
+@given(st.text("ab_*`[]()!<>&|\\~\n:/. ").map(str.strip))
+def test_a_text_of_others_in_markdown_shows_as_it_is(text):
+    [inline] = MARKDOWN.parseInline(console.escape(f"x{text}x"))
+    assert "".join(child.content for child in inline.children) == " ".join(f"x{text}x".splitlines())
+    assert {child.type for child in inline.children} == {"text"}
+
+
+def visible(markdown: str) -> str:
+    """What a reader sees of a document."""
+    html = MARKDOWN.render(markdown)
+    assert "<script" not in html
+    return unescape(re.sub(r"<[^>]+>", "", html))
+
+
+def test_names_and_texts_are_escaped_in_tables_and_pages(tmp_path):
+    records = Records.read(Path("docs/results/power"))
+    row = records.rows[0].model_copy(update={"label": HOSTILE, "failures": {0: HOSTILE}})
+    fields = dict.fromkeys(("title", "about", "setting", "machine", "command"), HOSTILE)
+    records = records.model_copy(update={**fields, "rows": [row, *records.rows[1:]]})
+    text = visible(page.markdown(records))
+    assert text.count(SHOWN) == 7
+    assert "<script" not in page.html(records, {"power.png": b""})
+
+    results = {"texts": {"results": {HOSTILE: {"word_perplexity,none": 2.0}}}}
+    evaluation = Evaluation(HOSTILE, tmp_path, 8, results=results)
+    table = render([evaluation], Options(["pile"], text_files=[tmp_path]))
+    assert visible(table).count(SHOWN) == 2
+    assert visible(bench_tables(tmp_path)).count(SHOWN) == 3
+
+
+def bench_tables(folder: Path) -> str:
+    one = Measurement(HOSTILE, "float32", report.PEER, HOSTILE, tokens=1, seconds=(1.0,))
+    report.save(folder, "x", HOSTILE, [one])
+    return report.write_tables(folder).read_text()
+
+
+def test_samples_are_shown_in_tensorboard_as_they_are(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(SummaryWriter, "add_text", lambda self, tag, text, step: shown.append(text))
+    text = f"{HOSTILE}\n```\n<b>[x](http://x)"
+    with log.tensorboard(tmp_path, 0) as sink:
+        sink({"kind": "sample", "step": 1, "texts": [text]})
+    html = markdown_to_safe_html(shown[0])
+    assert unescape(re.sub(r"</?(pre|code)>", "", html)).strip() == text

@@ -68,7 +68,9 @@ def tensorboard(folder: Path, step: int) -> Iterator[Sink]:
             for name, value in _numbers(record).items():
                 board.add_scalar(name, value, record["step"])
             for i, text in enumerate(record.get("texts", ())):
-                board.add_text(f"sample/{i}", f"```\n{text}\n```", record["step"])
+                # Taken as Markdown: what is indented is shown as it is, whatever it holds.
+                shown = "\n".join(f"    {line}" for line in text.splitlines())
+                board.add_text(f"sample/{i}", shown, record["step"])
 
         yield write
 
