@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -61,7 +62,20 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, json_text(content, indent=1) + "\n")
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """JSON has neither infinity nor NaN: null stands for them."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager

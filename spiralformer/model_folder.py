@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,14 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
             weights |= load_file(path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: damaged or not safetensors ({error})") from None
+    require_finite(weights, folder)
     return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+
+
+def require_finite(tensors: Mapping[str, torch.Tensor], where: str | Path) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all():
+            raise CheckpointError(f"{where}: {name} has values that are not finite")
 
 
 def save_model(
@@ -150,6 +157,7 @@ def save_model(
 
 
 def write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    require_finite(weights, folder / WEIGHTS)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -20,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from safetensors.torch import load_file, save_file
 from tensorboard.plugin_util import markdown_to_safe_html
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -28,12 +31,14 @@ from torch.utils.tensorboard import SummaryWriter
 from spiralformer import console
 from spiralformer.bench import report
 from spiralformer.bench.timing import Measurement
+from spiralformer.errors import UserError
 from spiralformer.evaluate.run import Evaluation, Options
 from spiralformer.evaluate.tables import render
 from spiralformer.files import digest
+from spiralformer.model_folder import load_model, save_model
 from spiralformer.study import page
 from spiralformer.study.records import Records
-from spiralformer.train import log
+from spiralformer.train import log, loop
 from tests.training import assert_same_run, in_process, make_data, tiny, train
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -342,3 +347,70 @@ def test_samples_are_shown_in_tensorboard_as_they_are(tmp_path, monkeypatch):
         sink({"kind": "sample", "step": 1, "texts": [text]})
     html = markdown_to_safe_html(shown[0])
     assert unescape(re.sub(r"</?(pre|code)>", "", html)).strip() == text
+
+
+# ---------------------------------------------------------------------------- divergence
+
+
+@pytest.fixture
+def diverging(monkeypatch):
+    """Step 6 leaves NaN in the weights, and nothing tells."""
+    update, steps = loop.update, itertools.count(1)
+
+    def diverge(optimizer, *arguments):
+        norm = update(optimizer, *arguments)
+        if next(steps) == 6:
+            optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
+        return norm
+
+    monkeypatch.setattr(loop, "update", diverge)
+
+
+def no_constants(name: str) -> None:
+    raise AssertionError(f"{name} in a JSON file")
+
+
+def test_a_run_that_ends_on_skipped_steps_fails_and_says_so(diverging, data, tmp_path, capsys):
+    config = tiny(data, tmp_path / "run", sample__tokens=4, sample__every=7, log__every=1)
+    with pytest.raises(
+        UserError, match=r"not finite in 6 steps in a row, first in step 7 .*step-0+4"
+    ):
+        train(config)
+    assert "step 7: no sample: the model's logits are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "run/model").exists()
+    assert not (tmp_path / "run/result.json").exists()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=no_constants) for line in lines]
+    losses = [record["valid_loss"] for record in records if record["kind"] == "valid"]
+    assert [loss is None for loss in losses] == [False, True], "after steps 5 and 10"
+
+
+def test_a_checkpoint_of_weights_that_are_not_finite_is_refused(diverging, data, tmp_path):
+    config = tiny(data, tmp_path / "run", save__every=3, save__keep=1)
+    message = r"step-00000006: .*weights: embedding.weight has values that are not finite; .*00003$"
+    with pytest.raises(UserError, match=message):
+        train(config, quiet=True)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, run_command):
+    weights = load_file(model / "part.safetensors")
+    name = max(weights)
+    weights[name].view(-1)[-1] = math.nan
+    save_file(weights, model / "part.safetensors")
+    (tmp_path / "text").write_text("some text")
+    for command in (
+        ("export", model, tmp_path / "out"),
+        ("generate", model, "--prompt", "x"),
+        ("eval", model, "--text-file", tmp_path / "text", "--out", tmp_path / "eval"),
+    ):
+        status, _, error = run_command(*command)
+        assert (status, one_line(error)) == (2, True), error
+        assert f"{name} has values that are not finite" in error
+    assert not (tmp_path / "out").exists()
+    spiral = load_model(FIXTURES / "model-0.1")
+    with torch.no_grad():
+        spiral.norm.weight[0] = math.inf
+    with pytest.raises(UserError, match=r"model\.norm\.weight has values that are not finite"):
+        save_model(spiral, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

@@ -27,9 +27,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from spiralformer.errors import UserError
 from spiralformer.files import digest, inside, new_folder, read_json, write_json
+from spiralformer.model_folder import require_finite
 from spiralformer.train.distributed import Processes
 from spiralformer.train.metadata import METADATA, TensorReader, read_metadata
 
@@ -107,6 +109,7 @@ class Checkpoints:
             own: dict[str, Any] = {}
             with self._attempt(final), _alone():
                 weights, moments = get_state_dict(model, optimizer)
+                require_finite({name: _own(weight) for name, weight in weights.items()}, "weights")
                 dcp.save({"model": weights, "optimizer": moments["state"]}, checkpoint_id=part)
                 own = {path.name: _describe(path) for path in part.glob(f"__{rank}_*.distcp")}
             described = self.processes.gather(own)
@@ -210,6 +213,11 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _own(weight: Any) -> torch.Tensor:
+    """What this process has of it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from spiralformer.console import duration, si
 from spiralformer.errors import UserError
-from spiralformer.files import digest, write_text
+from spiralformer.files import digest, json_text, write_text
 from spiralformer.train.config import TrainConfig
 
 Record = dict[str, Any]
@@ -41,7 +41,7 @@ def read_metrics(path: Path) -> list[Record]:
 def metrics_file(path: Path, step: int) -> Iterator[Sink]:
     """A line for each record. Those after the step that a run is resumed at are dropped: they will
     be made again."""
-    line = lambda record: json.dumps(record) + "\n"
+    line = lambda record: json_text(record) + "\n"
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     write_text(path, "".join(map(line, kept)))
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115

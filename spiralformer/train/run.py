@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import spiralformer
 from spiralformer import files
 from spiralformer.accounting import parameters
-from spiralformer.console import Progress
+from spiralformer.console import Progress, count
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
@@ -172,15 +172,16 @@ class Run:
 
     def stop_if_diverged(self) -> None:
         state, plan = self.state, self.plan
-        if state.skipped_in_a_row < plan.config.nonfinite_limit:
+        limit = 1 if state.step == plan.steps else plan.config.nonfinite_limit
+        if state.skipped_in_a_row < limit:
             return
         first = state.step - state.skipped_in_a_row  # steps finished before it
         samples = plan.samples(first)
         windows = [plan.corpus.train.window_of(sample) for sample in samples]
         shown = ", ".join(map(str, windows[:8])) + (", …" if len(windows) > 8 else "")
         raise SharedError(
-            f"loss or gradient was not finite in {state.skipped_in_a_row} steps in a row, first in "
-            f"step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
+            f"loss or gradient was not finite in {count(state.skipped_in_a_row, 'step')} in a row, "
+            f"first in step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
             f"{plan.config.data.path}); {self.checkpoints.note()}; lower optim.lr or look at these "
             "windows"
         )
