@@ -7,13 +7,14 @@ reads this way. The same folder opens with `transformers` (see `spiralformer.hf`
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from spiralformer.config import ConfigError, SpiralConfig
@@ -25,6 +26,7 @@ MODEL_TYPE = "spiralformer"
 ARCHITECTURE = "SpiralFormerForCausalLM"
 PREFIX = "model."  # of the weights' names: the Hugging Face class holds our model under this name
 WEIGHTS = "model.safetensors"
+CHECKSUM = "spiralformer.sha256"  # of the tensors, in the header of files that we write
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
 
@@ -57,10 +59,12 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    check: bool = True,
 ) -> SpiralFormer:
-    """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in."""
+    """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in.
+    `check`: that the weights are finite and, in folders of ours, those that were saved."""
     folder = Path(folder)
-    model = assemble(load_config(folder), load_weights(folder), folder)
+    model = assemble(load_config(folder), load_weights(folder, check), folder)
     return model.to(device=device, dtype=dtype)
 
 
@@ -111,16 +115,30 @@ def weight_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
     return paths
 
 
-def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path, check: bool = True) -> dict[str, torch.Tensor]:
     """All tensors of a folder, without the prefix."""
     weights: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         try:
-            weights |= load_file(path)
+            tensors = load_file(path)
+            with safe_open(path, framework="pt") as file:
+                expected = (file.metadata() or {}).get(CHECKSUM)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: damaged or not safetensors ({error})") from None
-    require_finite(weights, folder)
+        if check and expected and _checksum(tensors) != expected:
+            raise CheckpointError(f"{path}: damaged (its checksum differs); fetch or save it anew")
+        weights |= tensors
+    if check:
+        require_finite(weights, folder)
     return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    made = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        made.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        made.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return made.hexdigest()
 
 
 def require_finite(tensors: Mapping[str, torch.Tensor], where: str | Path) -> None:
@@ -160,7 +178,8 @@ def write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
     require_finite(weights, folder / WEIGHTS)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        metadata = {"format": "pt", CHECKSUM: _checksum(weights)}
+        save_file(weights, folder / WEIGHTS, metadata=metadata)
     except SafetensorError as error:
         raise CheckpointError(f"{folder / WEIGHTS}: cannot be written: {error}") from None
 

@@ -31,6 +31,7 @@ from torch.utils.tensorboard import SummaryWriter
 from spiralformer import console
 from spiralformer.bench import report
 from spiralformer.bench.timing import Measurement
+from spiralformer.data.windows import open_split
 from spiralformer.errors import UserError
 from spiralformer.evaluate.run import Evaluation, Options
 from spiralformer.evaluate.tables import render
@@ -414,3 +415,51 @@ def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, run_co
     with pytest.raises(UserError, match=r"model\.norm\.weight has values that are not finite"):
         save_model(spiral, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+# ---------------------------------------------------------------------------- damage
+
+
+def flip(path: Path, at: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+def zero(path: Path, at: float) -> None:
+    content = bytearray(path.read_bytes())
+    begin = int(at * (len(content) - 1))
+    content[begin : begin + 16] = bytes(16)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flip, zero])
+@pytest.mark.parametrize("file", ["train-00000.bin", "train-00000.idx", "valid-00000.bin"])
+@pytest.mark.parametrize("at", [0.4, 0.6, 0.9])
+def test_a_damaged_shard_is_not_trained_on(damage, file, at, data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    train(tiny(folder, tmp_path / "fine", steps=1), quiet=True)
+    damage(folder / file, at)
+    with pytest.raises(UserError, match=r"-00000.(bin|idx): (damaged|too long)"):
+        train(tiny(folder, tmp_path / "run"), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("at", [0.5, 0.7, 0.9])  # sizes, pointers, documents
+def test_shards_of_others_have_a_consistent_index(at, data, tmp_path):
+    for kind in ("bin", "idx"):
+        shutil.copy(data / f"train-00000.{kind}", tmp_path)
+    open_split(tmp_path)
+    flip(tmp_path / "train-00000.idx", at)
+    with pytest.raises(UserError, match=r"train-00000.idx: (sizes and|the document)"):
+        open_split(tmp_path)
+
+
+def test_a_flipped_weight_is_seen(whole, tmp_path, run_command):
+    folder = shutil.copytree(whole / "model", tmp_path / "model")
+    assert run_command("generate", folder, "--prompt", "a", "--max-new-tokens", 1)[0] == 0
+    flip(folder / "model.safetensors", 0.9)
+    status, _, error = run_command("generate", folder, "--prompt", "a", "--max-new-tokens", 1)
+    assert (status, one_line(error)) == (2, True), error
+    assert "model.safetensors: damaged (its checksum differs)" in error
+    load_model(folder, check=False)

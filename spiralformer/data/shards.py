@@ -16,6 +16,7 @@ A document written here is one sequence."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from spiralformer.errors import UserError
-from spiralformer.files import read_text
+from spiralformer.files import inside, read_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -37,6 +38,7 @@ CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 MANIFEST = "manifest.json"
 SHARD_TOKENS = 1 << 30  # after so many a new shard is begun
+CHECKED = 1 << 32  # bytes: so much data is checked in full when it is opened
 
 
 # ---------------------------------------------------------------- reading shards
@@ -198,6 +200,34 @@ def file_record(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256}
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_intact(path: Path, size: int, changed: int, sha256: str) -> bool:
+    """Remembered for a file that has this size and was changed at this time."""
+    return file_record(path) == {"size": size, "sha256": sha256}
+
+
+def require_intact(path: Path, expected: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: missing; prepare the data anew")
+    about = path.stat()
+    size, sha256 = expected["size"], expected["sha256"]
+    if about.st_size != size or not _is_intact(path, size, about.st_mtime_ns, sha256):
+        raise UserError(f"{path}: damaged (its checksum differs); prepare the data anew")
+
+
+def check_opened(shards: Sequence[Shard], files: dict[str, Any] | None = None) -> None:
+    """What damage would do to a run in silence. Every byte is read where that takes seconds; of
+    more data only the sizes are known to be right, and `verify` is there for the rest."""
+    paths = [path for shard in shards for path in (*shard.bins, shard.idx)]
+    if sum(path.stat().st_size for path in paths) > CHECKED:
+        return
+    if files is not None:
+        for path in paths:
+            require_intact(path, files[path.name])
+    for shard in shards:
+        shard.check()
+
+
 def verify(path: str | Path) -> list[Path]:
     """Checks every file of a prepared folder against the manifest; shards that have no manifest are
     checked for consistency only. Returns the files, or raises at the first fault."""
@@ -208,11 +238,7 @@ def verify(path: str | Path) -> list[Path]:
     else:
         manifest = read_manifest(folder)
         for name, expected in manifest["files"].items():
-            file = folder / name
-            if not file.is_file():
-                raise UserError(f"{file}: missing; prepare the data anew")
-            if file_record(file) != expected:
-                raise UserError(f"{file}: damaged (its checksum differs); prepare the data anew")
+            require_intact(inside(folder, name), expected)
         described = [shard for split in manifest["splits"].values() for shard in split["shards"]]
         shards = [Shard(folder / shard["name"]) for shard in described]
         files = [folder / name for name in manifest["files"]]
