@@ -6,21 +6,89 @@ is a line every ten seconds. Colours are rich's: none where output is piped or N
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import platform
 import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PAUSE = 10.0  # seconds between two lines of progress where there is no terminal
 
 
 def width() -> int:
     return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
+
+
+class OutputError(Exception):
+    """Results cannot be written to stdout."""
+
+
+@contextlib.contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Inside, stderr can be closed, full or gone: nothing fails for want of a reader of messages.
+    Where stdout is full, that is an OutputError; a reader who has gone is a BrokenPipeError.
+
+    Where the caller closed a stream, its number is taken, so that no file of ours gets it and is
+    then written to by whoever prints."""
+    before = sys.stdin, sys.stdout, sys.stderr
+    for name, stream in zip(("stdin", "stdout", "stderr"), before, strict=True):
+        if stream is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    sys.stdout = _Stream(sys.stdout, results=True)  # type: ignore[assignment]
+    sys.stderr = _Stream(sys.stderr, results=False)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+
+
+class _Stream:
+    def __init__(self, stream: TextIO, results: bool) -> None:
+        self.stream, self.results = stream, results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, act: Callable[..., object], *arguments: str) -> None:
+        try:
+            act(*arguments)
+        except BrokenPipeError:
+            if self.results:
+                raise
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            if self.results:
+                raise OutputError(getattr(error, "strerror", None) or error) from None
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """What is printed inside may be lost."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (OutputError, BrokenPipeError):
+        forget_stdout()
+
+
+def forget_stdout() -> None:
+    """It cannot be written to; nobody shall try again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(text: str) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 from spiralformer.errors import UserError
 
-PART = ".part"  # ends the name of what is not complete yet
+PART, OLD = ".part", ".old"  # end the names of what is not complete yet, and of what it replaces
 CONFIGS = Path(__file__).parent / "configs"  # recipes and studies that come with the package
 
 
@@ -83,7 +84,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to fill, that takes its name when complete. Another's work is never overwritten,
     unless it is ours to `replace`."""
     folder = Path(folder)
-    part, old = (folder.with_name(f".{folder.name}{end}") for end in (PART, ".old"))
+    part, old = (folder.with_name(f".{folder.name}{end}") for end in (PART, OLD))
     if not replace:
         require_free(folder)
     with writing(folder):
@@ -99,6 +100,16 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Of processes that were killed while they wrote here. To be called where no other can be."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if re.fullmatch(rf"\..+({PART}|{OLD}|\.\d+)", path.name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def require_free(folder: str | Path) -> None:

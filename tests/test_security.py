@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -23,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
-from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.utils.tensorboard import SummaryWriter
@@ -340,7 +341,10 @@ def bench_tables(folder: Path) -> str:
     return report.write_tables(folder).read_text()
 
 
+@pytest.mark.filterwarnings("ignore:html5lib")
 def test_samples_are_shown_in_tensorboard_as_they_are(tmp_path, monkeypatch):
+    from tensorboard.plugin_util import markdown_to_safe_html
+
     shown = []
     monkeypatch.setattr(SummaryWriter, "add_text", lambda self, tag, text, step: shown.append(text))
     text = f"{HOSTILE}\n```\n<b>[x](http://x)"
@@ -463,3 +467,102 @@ def test_a_flipped_weight_is_seen(whole, tmp_path, run_command):
     assert (status, one_line(error)) == (2, True), error
     assert "model.safetensors: damaged (its checksum differs)" in error
     load_model(folder, check=False)
+
+
+# ---------------------------------------------------------------------------- nobody listens
+
+STREAMS = ["2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">/dev/full", "2>&1 | head -1"]
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_training_needs_nobody_who_listens(streams, data, whole, tmp_path):
+    """Nor does anything that is printed get into a file."""
+    (tmp_path / "train.json").write_text(
+        json.dumps(tiny(data, tmp_path / "run", log__tensorboard=True).to_dict())
+    )
+    command = f"{sys.executable} -m spiralformer train {tmp_path}/train.json {streams}"
+    script = f"set -o pipefail; {command}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode in (0, 141 if "head" in streams else 0), done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "Exception ignored" not in done.stderr
+    assert_same_run(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("python", [sys.executable, f"{sys.executable} -u"])
+@pytest.mark.parametrize(
+    ("streams", "codes", "said"),
+    [
+        (
+            ">/dev/full",
+            {2},
+            "spiralformer: error: standard output cannot be written: No space left ",
+        ),
+        ("| true", {0, 141}, ""),
+        ("2>&-", {0}, ""),
+    ],
+)
+def test_what_cannot_be_printed_is_told_in_a_line(python, streams, codes, said):
+    script = f"set -o pipefail; {python} -m spiralformer count spiral-b-nano-mesh {streams}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode in codes
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == bool(said)
+
+
+def test_a_terminal_that_goes_away_saves_the_run(data, whole, tmp_path):
+    config = tiny(data, tmp_path / "run")
+    code, _ = in_process(config, kill_at=6, with_signal=signal.SIGHUP)
+    assert code == 128 + signal.SIGHUP
+    assert (tmp_path / "run/checkpoints/step-00000006").is_dir()
+    assert in_process(config) == (0, None)
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_run_under_nohup_goes_on(data, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        watch = lambda record: os.kill(os.getpid(), signal.SIGHUP)
+        train(tiny(data, tmp_path / "run"), quiet=True, watch=watch)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_leftovers_of_killed_processes_are_removed_by_the_next(data, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    before = sorted(run.rglob("*"))
+    for name in (".model.old", ".model.part", "checkpoints/.step-00000003.part", ".model.4711"):
+        (run / name / "inside").mkdir(parents=True)
+    for name in (".metrics.jsonl.4711", ".result.json.part"):
+        (run / name).touch()
+    assert train(tiny(data, run), quiet=True).again
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_full_disk_is_called_a_full_disk(data, tmp_path, monkeypatch, capfd):
+    """Whoever meets it first: PyTorch while it saves, TensorBoard in its thread."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    config = tiny(data, tmp_path / "run", log__tensorboard=True)
+
+    def refuse(*_):
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "append", refuse)
+        with pytest.raises(UserError, match="cannot be written: No space left on device"):
+            train(config, quiet=True)
+
+    def save(*_, **__):
+        try:
+            raise full
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.filesystem.torch.save", save)
+        message = (
+            "the checkpoint cannot be written: No space left on device; there is no checkpoint"
+        )
+        with pytest.raises(UserError, match=message):
+            train(config, quiet=True)
+    assert "Traceback" not in capfd.readouterr().err

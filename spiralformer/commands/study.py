@@ -166,17 +166,22 @@ def _written(args: argparse.Namespace, records) -> int:
 
 @contextlib.contextmanager
 def _stopping_in_good_order() -> Iterator[None]:
-    """SIGTERM is taken as Ctrl-C: the runs save before they end."""
+    """SIGTERM and SIGHUP are taken as Ctrl-C: the runs save before they end."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # launchers may say it twice
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, interrupt)
     try:
         yield
     except KeyboardInterrupt:
         say("finished runs are kept; the same command goes on from here")
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

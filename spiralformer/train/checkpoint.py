@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line
 from spiralformer.files import digest, inside, new_folder, read_json, write_json
 from spiralformer.model_folder import require_finite
 from spiralformer.train.distributed import Processes
@@ -227,4 +227,7 @@ def _describe(path: Path) -> dict[str, Any]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # one for all processes that failed
         error, _ = next(iter(error.failures.values()))
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]
+    cause: BaseException | None = error  # a full disk may lie behind an error of PyTorch's own
+    while cause is not None and not getattr(cause, "strerror", None):
+        cause = cause.__cause__ or cause.__context__
+    return getattr(cause, "strerror", None) or first_line(error)

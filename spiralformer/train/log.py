@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,26 @@ def metrics_file(path: Path, step: int) -> Iterator[Sink]:
 def tensorboard(folder: Path, step: int) -> Iterator[Sink]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(folder), purge_step=step + 1) as board:
+    def write(record: Record) -> None:
+        for name, value in _numbers(record).items():
+            board.add_scalar(name, value, record["step"])
+        for i, text in enumerate(record.get("texts", ())):
+            # Taken as Markdown: what is indented is shown as it is, whatever it holds.
+            shown = "\n".join(f"    {line}" for line in text.splitlines())
+            board.add_text(f"sample/{i}", shown, record["step"])
 
-        def write(record: Record) -> None:
-            for name, value in _numbers(record).items():
-                board.add_scalar(name, value, record["step"])
-            for i, text in enumerate(record.get("texts", ())):
-                # Taken as Markdown: what is indented is shown as it is, whatever it holds.
-                shown = "\n".join(f"    {line}" for line in text.splitlines())
-                board.add_text(f"sample/{i}", shown, record["step"])
-
-        yield write
+    # It writes in a thread; what fails there is raised here again, and need not be printed there.
+    printed = threading.excepthook
+    threading.excepthook = lambda args: None if args.exc_type is OSError else printed(args)
+    try:
+        board = SummaryWriter(str(folder), purge_step=step + 1)
+        try:
+            yield write
+        finally:
+            with contextlib.suppress(OSError):
+                board.close()
+    finally:
+        threading.excepthook = printed
 
 
 @contextlib.contextmanager

@@ -69,6 +69,8 @@ class RunFolder:
             )
         remedy = "wait for it, stop it, or choose another out"
         with files.locked(self.path / "lock", "training", remedy, timeout=-1 if wait else 0):
+            files.remove_leftovers(self.path)
+            files.remove_leftovers(self.checkpoints)
             yield
 
     def clear(self) -> None:
@@ -318,8 +320,11 @@ class Interrupted(KeyboardInterrupt):
         self.signal = signal
 
 
+STOPPING = [signal.SIGINT, signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
+
+
 class Signals:
-    """Notes SIGINT and SIGTERM so that a step can be finished; the second stops at once.
+    """Notes SIGINT, SIGTERM and SIGHUP so that a step can be finished; the second stops at once.
 
     Launchers signal a process and its group, or twice in a row: within a second that is one."""
 
@@ -331,8 +336,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self._note)
+            for number in STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self.before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
