@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,14 @@ def require_free(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose another name or remove it first")
+
+
+def require_writable(folder: str | Path, note: str = "") -> None:
+    """Makes it; better tried before long work than after."""
+    with writing(folder, note):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def require_folder(folder: str | Path, remedy: str = "") -> None:

@@ -41,7 +41,7 @@ from spiralformer.model_folder import load_model, save_model
 from spiralformer.study import page
 from spiralformer.study.records import Records
 from spiralformer.train import log, loop
-from tests.training import assert_same_run, in_process, make_data, tiny, train
+from tests.training import assert_same_run, in_process, make_data, repeatable, tiny, train
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -566,3 +566,31 @@ def test_a_full_disk_is_called_a_full_disk(data, tmp_path, monkeypatch, capfd):
         with pytest.raises(UserError, match=message):
             train(config, quiet=True)
     assert "Traceback" not in capfd.readouterr().err
+
+
+# ---------------------------------------------------------------------------- records
+
+
+def test_a_study_that_cannot_be_written_is_refused_before_it_trains(tmp_path, run_command):
+    (tmp_path / "file").touch()
+    where = ("--out", tmp_path / "file" / "out", "--cache", tmp_path / "cache")
+    status, _, error = run_command("study", "main", "--scale", "tiny", "--jobs", 1, *where)
+    assert status == 2
+    assert error.splitlines()[-1].endswith("Not a directory; choose another --out")
+    assert not list(tmp_path.glob("cache/*/*/train.json"))
+
+
+DAMAGED_LINES = ["", '{"kind": "tr', "7", '{"kind": "train"}', "\x00\xff", "[" * 100_000]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED_LINES)
+def test_a_broken_line_of_metrics_costs_that_line(damaged, data, whole, tmp_path, capsys):
+    config = tiny(data, tmp_path / "run")
+    in_process(config, kill_at=9, with_signal=signal.SIGKILL)
+    metrics = tmp_path / "run/metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], damaged, *lines[2:]]) + "\n")
+    train(config)
+    assert f"{metrics}:2: not a record of a run; left out" in capsys.readouterr().err
+    kept = repeatable(whole)
+    assert repeatable(tmp_path / "run") == [kept[0], *kept[2:]]

@@ -14,6 +14,7 @@ from types import FrameType
 
 from spiralformer.console import say
 from spiralformer.errors import UserError
+from spiralformer.files import require_writable
 
 DEFAULT_SCALE = "bytes-s"
 RESULTS, README = Path("docs/results"), Path("README.md")  # of a checkout
@@ -101,6 +102,7 @@ def _conduct(args: argparse.Namespace) -> int:
                 print(f"{run.label}, {run.config.steps:,} steps, {run.flops:.3g} FLOPs")
         runs.announce()
         return 0
+    require_writable(_out(args), "choose another --out")
     if not args.report_only:
         if not args.quiet:
             runs.announce()

@@ -23,27 +23,45 @@ TIMING = ("seconds", "tokens_per_second", "flops_per_second")  # all else in a r
 # ---------------------------------------------------------------------------- records
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """The records of a run; a last line that was cut off is left out."""
+def read_metrics(path: Path, notice: Callable[[str], None] = lambda _: None) -> list[Record]:
+    """The records of a run; a line that is none, cut off or damaged, is named and left out."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     records = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if _is_record(record):
+            records.append(record)
+        else:
+            notice(f"{path}:{number}: not a record of a run; left out")
     return records
 
 
+def _is_record(record: Any) -> bool:
+    """Whether it has what is read of it."""
+    numbers = {"train": ("loss", "seconds"), "valid": ("valid_loss",)}
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("kind"), str)
+        and all(isinstance(record.get(name), int) for name in ("step", "tokens"))
+        and all(
+            isinstance(record.get(name, ""), (int, float, type(None)))
+            for name in numbers.get(record["kind"], ())
+        )
+    )
+
+
 @contextlib.contextmanager
-def metrics_file(path: Path, step: int) -> Iterator[Sink]:
+def metrics_file(path: Path, step: int, notice: Callable[[str], None]) -> Iterator[Sink]:
     """A line for each record. Those after the step that a run is resumed at are dropped: they will
     be made again."""
     line = lambda record: json_text(record) + "\n"
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    kept = [record for record in read_metrics(path, notice) if record["step"] <= step]
     write_text(path, "".join(map(line, kept)))
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 

@@ -269,7 +269,8 @@ def open_run(
                 if checkpoint is None:
                     folder.clear()
                 files.write_json(folder.config, config.to_dict())
-                run.sinks = [stack.enter_context(log.metrics_file(folder.metrics, state.step))]
+                metrics = log.metrics_file(folder.metrics, state.step, progress.say)
+                run.sinks = [stack.enter_context(metrics)]
                 if config.log.tensorboard:
                     board = log.tensorboard(folder.tensorboard, state.step)
                     run.sinks.append(stack.enter_context(board))
