@@ -193,7 +193,7 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
 
 def tokenizer_of(folder: str | Path) -> Path | None:
     """The folder itself where it holds a tokenizer."""
-    return Path(folder) if (Path(folder) / TOKENIZER).is_file() else None
+    return Path(folder) if inside(folder, TOKENIZER).is_file() else None
 
 
 def tokenizer_files(source: str | Path) -> list[Path]:

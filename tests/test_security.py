@@ -79,7 +79,10 @@ def one_line(error: str) -> bool:
 def rehash(checkpoint: Path) -> None:
     """Whoever plants a file can describe it."""
     files = [path for path in checkpoint.iterdir() if path.name != "files.json"]
-    described = {p.name: {"size": p.stat().st_size, "sha256": digest(p)} for p in files}
+    described = {
+        p.name: {"size": p.stat().st_size, "sha256": digest(p) if p.is_file() else ""}
+        for p in files
+    }
     (checkpoint / "files.json").write_text(json.dumps(described))
 
 
@@ -120,9 +123,16 @@ def plant_a_link(checkpoint: Path, canary: Path) -> None:
     (checkpoint / "__0_0.distcp").symlink_to(outside)
 
 
-@pytest.mark.parametrize(
-    "plant", [plant_pickle, plant_in_a_field, plant_bytes, plant_a_path, plant_a_link]
-)
+def plant_a_pipe(checkpoint: Path, canary: Path) -> None:
+    """Who reads it waits for ever."""
+    (checkpoint / "__0_0.distcp").unlink()
+    os.mkfifo(checkpoint / "__0_0.distcp")
+
+
+ATTACKS = [plant_pickle, plant_in_a_field, plant_bytes, plant_a_path, plant_a_link, plant_a_pipe]
+
+
+@pytest.mark.parametrize("plant", ATTACKS)
 def test_resuming_runs_no_code_of_a_checkpoint_and_reads_nothing_outside_it(
     plant, data, whole, tmp_path, run_command
 ):
@@ -187,7 +197,8 @@ ESCAPES = {
     "a linked index": lambda folder: link(folder, "model.safetensors.index.json"),
     "a linked config": lambda folder: link(folder, "config.json"),
     "linked settings": lambda folder: link(folder, "generation_config.json"),
-    "a linked tokenizer": lambda folder: link(folder, "tokenizer_config.json"),
+    "a linked tokenizer": lambda folder: link(folder, "tokenizer.json"),
+    "linked settings of it": lambda folder: link(folder, "tokenizer_config.json"),
 }
 
 

@@ -91,6 +91,9 @@ def _conduct(args: argparse.Namespace) -> int:
 
     study = spec.load(args.name, args.scale, budget=args.budget, seeds=args.seeds, only=args.only)
 
+    if not args.dry_run:
+        require_writable(_out(args), "choose another --out")
+
     from spiralformer.study.corpus import open_corpus
     from spiralformer.study.run import RunPool, StudyRuns
 
@@ -102,7 +105,6 @@ def _conduct(args: argparse.Namespace) -> int:
                 print(f"{run.label}, {run.config.steps:,} steps, {run.flops:.3g} FLOPs")
         runs.announce()
         return 0
-    require_writable(_out(args), "choose another --out")
     if not args.report_only:
         if not args.quiet:
             runs.announce()
@@ -117,7 +119,7 @@ def _conduct(args: argparse.Namespace) -> int:
         from spiralformer.commands.eval import evaluate
         from spiralformer.evaluate.run import Options
 
-        finished = [run for _, run in runs.rows(records.sweeps) if run.finished]
+        finished = [run for _, run in runs.rows(records.sweeps) if runs.finished(run)]
         models = [run.folder / "model" for run in finished if run.config.seed == 0]
         evaluate(models, Options(args.tasks, data_dir=args.data_dir, out=_out(args) / "eval"))
     return 1 if records.unfinished and not args.report_only else code

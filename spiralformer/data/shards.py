@@ -216,22 +216,27 @@ def require_intact(path: Path, expected: dict[str, Any]) -> None:
 
 
 def check_opened(shards: Sequence[Shard], files: dict[str, Any] | None = None) -> None:
-    """What damage would do to a run in silence. Every byte is read where that takes seconds; of
-    more data only the sizes are known to be right, and `verify` is there for the rest."""
-    paths = [path for shard in shards for path in (*shard.bins, shard.idx)]
-    if sum(path.stat().st_size for path in paths) > CHECKED:
-        return
-    if files is not None:
-        for path in paths:
-            require_intact(path, files[path.name])
-    for shard in shards:
-        shard.check()
+    """Damage would be trained on in silence. Every byte is read where that takes seconds; of more
+    data the sizes alone are known to be right, and `verify` is there for the rest."""
+    tokens, indices = [path for shard in shards for path in shard.bins], [s.idx for s in shards]
+    for paths in (tokens, indices):
+        if files is not None and _size(paths) <= CHECKED:
+            for path in paths:
+                require_intact(path, files[path.name])
+    if _size(indices) <= CHECKED:
+        for shard in shards:
+            shard.check()
+
+
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def verify(path: str | Path) -> list[Path]:
     """Checks every file of a prepared folder against the manifest; shards that have no manifest are
     checked for consistency only. Returns the files, or raises at the first fault."""
     folder = Path(path)
+    _is_intact.cache_clear()
     if not (folder / MANIFEST).is_file():
         shards = find_shards(folder)
         files = [file for shard in shards for file in (*shard.bins, shard.idx)]

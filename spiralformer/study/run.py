@@ -288,8 +288,9 @@ class StudyRuns:
         while rates := self.next_rates(sweep):
             for lr in rates:
                 run = self.sweep_run(family, lr)
-                if self.finished(run) or run.folder in self.pool.failures:
-                    losses[lr] = run.loss if self.finished(run) else None
+                usable = self.finished(run)
+                if usable or run.folder in self.pool.failures:
+                    losses[lr] = run.loss if usable else None
             sweep = SweepRecord(tried=sorted(losses.items()))
             if not losses.keys() >= set(rates):
                 break

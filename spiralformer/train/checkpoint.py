@@ -189,6 +189,8 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
         files = read_json(checkpoint / FILES)
         for name, expected in files.items():
             path = inside(checkpoint, name)
+            if not path.is_file():  # a pipe would be waited for
+                return f"{name} is missing"
             size = path.stat().st_size
             if size != expected["size"]:
                 return f"{name} has {size:,} bytes in place of {expected['size']:,}"

@@ -31,10 +31,6 @@ PLAIN: dict[str, Any] = {  # what a pickle may call besides, and what is called 
     "torch.Size": tuple,
     "torch.serialization._get_layout": str,
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": int,
-    "pathlib.PosixPath": lambda *parts: None,
-    "pathlib._local.PosixPath": lambda *parts: None,
-    "pathlib.WindowsPath": lambda *parts: None,
-    "pathlib._local.WindowsPath": lambda *parts: None,
 }
 KINDS = {
     f"{kind.__module__}.{kind.__qualname__}"
@@ -67,6 +63,8 @@ class _Inert(pickle.Unpickler):
         dtype = vars(torch).get(name) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
+        if module.startswith("pathlib") and name in ("PosixPath", "WindowsPath"):
+            return lambda *parts: None
         if full not in PLAIN:
             raise UserError(f"it names {full}, which no checkpoint of tensors needs")
         return PLAIN[full]
@@ -105,10 +103,12 @@ def _place(checkpoint: Path, index: Any, place: Any) -> tuple[MetadataIndex, _St
     index, place = _state(index, MetadataIndex), _state(place, _StorageInfo)
     if place.get("transform_descriptors"):
         raise UserError("its tensors are stored in another form")
-    file = inside(checkpoint, place["relative_path"]).name
+    file = inside(checkpoint, place["relative_path"])
+    if not file.is_file():
+        raise UserError(f"{file.name} is no file")
     return (
         MetadataIndex(_text(index["fqn"]), index.get("offset"), index.get("index")),
-        _StorageInfo(file, int(place["offset"]), int(place["length"])),
+        _StorageInfo(file.name, int(place["offset"]), int(place["length"])),
     )
 
 
