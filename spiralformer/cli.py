@@ -15,6 +15,7 @@ COMMANDS = {
     "data": "text to token shards, for training",
     "train": "train a model, or go on training it",
     "generate": "continue prompts with a trained model",
+    "serve": "an OpenAI-compatible server and a page to try a model in",
     "eval": "the paper's tables for checkpoints, ours or any Hugging Face causal language model",
     "probe": "what each iteration of a trained loop attends to: figures and a report",
     "study": "the paper's experiments at any scale: runs, tables, figures and verdicts",

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -357,6 +357,25 @@ class SpiralConfig:
         if self.topology == ("mesh" if self.num_iterations else "none") and "layout" in changes:
             del fields["topology"]
         return self.from_dict({**fields, **changes})
+
+    def with_iterations(self, kept: Sequence[int]) -> SpiralConfig:
+        """Of the model that runs only these iterations of the loop: coarse ones may be left out,
+        the last one gives the result."""
+        last = self.num_iterations - 1
+        if sorted({*kept, last}) != list(kept) or kept[0] < 0 or kept[-1] > last:
+            raise ConfigError(
+                f"iterations {','.join(map(str, kept)) or 'none'} of layout {self.layout}: choose "
+                f"rising numbers of 0 … {last}, the last of them {last}"
+            )
+        layout = self.parsed_layout
+        pick = lambda values: tuple(values[t] for t in kept)
+        layout = dataclasses.replace(
+            layout, cores=pick(layout.cores), resolutions=pick(layout.resolutions)
+        )
+        rule = lambda value: value if isinstance(value, str) else pick(value)
+        return dataclasses.replace(
+            self, layout=str(layout), offset=rule(self.offset), shift=rule(self.shift)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {

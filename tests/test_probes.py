@@ -828,7 +828,7 @@ def test_the_standard_library_is_always_there(place, monkeypatch):
     ("arguments", "message"),
     [
         (["spiral"], "say where to write with --out DIR"),
-        ([], "name a model folder to probe, or --redraw DIR"),
+        ([], "name the folder of a model or of a run to probe"),
         (["nowhere", "--out", "out"], "nowhere: no such folder"),
         (["spiral", "--out", "out", "--samples", "0"], "--samples 0 must be at least 1"),
         (["spiral", "--out", "out", "--length", "1"], "--length 1 must be at least 2"),

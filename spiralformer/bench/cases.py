@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from spiralformer.bench import served
 from spiralformer.bench.peers import PEER, build, family, wrap
 from spiralformer.bench.timing import Measurement, interleave
 from spiralformer.config import SpiralConfig
@@ -99,12 +100,31 @@ def growth(sizes: Sizes) -> Groups:
             yield [m for group in at_lengths for m in group]
 
 
+def serve(sizes: Sizes) -> Groups:
+    """Tokens of prompts and answers per second, by the number of clients."""
+    for dtype in sizes.dtypes:
+        with served.servers(sizes.scale, dtype) as ports:
+            for setting, prompt, tokens in (
+                ("long answers, by clients", served.SHORT, sizes.tokens),
+                ("long prompts, by clients", served.LONG, served.FEW),
+            ):
+                loads = dict(served.cases(ports, served.CLIENTS, prompt, tokens))
+                seconds = interleave(loads, sizes.repeats, f"{setting}, {dtype}")
+                yield [
+                    Measurement(
+                        setting, dtype, name, engine, clients, clients * (prompt + tokens), runs
+                    )
+                    for (name, engine, clients), runs in seconds.items()
+                ]
+
+
 BENCHMARKS: dict[str, Callable[[Sizes], Groups]] = {
     "train": train,
     "prefill": prompt,
     "decode": decode,
     "memory": memory,
     "growth": growth,
+    "serve": serve,
 }
 
 

@@ -75,7 +75,7 @@ def by_length(group: Group) -> bool:
 
 def rows(group: Group) -> tuple[list[str], list[list[str]]]:
     """The header and rows of a group's table: memory, speeds by length, or speeds."""
-    peer = next(m for m in group if m.model == PEER)
+    peer = next((m for m in group if m.model == PEER), group[0])
     if group[0].bytes:
         return ["", "MiB", "÷ hf"], [
             [m.label, f"{m.bytes / 2**20:,.1f}", f"{m.bytes / peer.bytes:.2f}"] for m in group

@@ -24,6 +24,7 @@ from spiralformer.errors import UserError
 from spiralformer.evaluate import tasks
 from spiralformer.evaluate.perplexity import Document, perplexity
 from spiralformer.evaluate.tasks import TEXTS, LoadedTask
+from spiralformer.model_folder import find_model
 
 BOOTSTRAPS = 1000  # for the standard error of LAMBADA's perplexity
 
@@ -109,11 +110,9 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
     """Everything asked for, for each model folder. Progress goes to standard error."""
     needed = ("lm_eval", "accelerate", "datasets")
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise UserError(f"{', '.join(missing)} is not installed: pip install 'spiralformer[eval]'")
-    paths = [Path(folder) for folder in folders]
-    names = _short_names(paths)
-    for path in paths:
-        _require_config(path)
+        raise UserError(f"not installed: {', '.join(missing)}; pip install 'spiralformer[eval]'")
+    paths = [find_model(folder) for folder in folders]
+    names = _short_names([Path(folder) for folder in folders])
     most = max(options.shots, default=0)
     if options.data_dir is not None:
         tasks.require_files(options.names, options.data_dir, most)
@@ -159,13 +158,6 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
                 )
         del lm
     return evaluations
-
-
-def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent for path in folder.glob("*/config.json"))
-        hint = f"; did you mean {inside[-1]}?" if inside else ""
-        raise UserError(f"{folder}: no model folder: it has no config.json{hint}")
 
 
 def _short_names(folders: list[Path]) -> list[str]:

@@ -37,6 +37,8 @@ from spiralformer.train.metadata import METADATA, TensorReader, read_metadata
 
 STATE, FILES = "state.json", "files.json"
 
+Optimizers = list[torch.optim.Optimizer]
+
 
 @dataclass
 class TrainState:
@@ -96,7 +98,7 @@ class Checkpoints:
     keep: int
     processes: Processes
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> Path:
+    def save(self, model: nn.Module, optimizers: Optimizers, state: dict) -> Path:
         """`state` is the run's own, as JSON, with the number of finished steps as "step"."""
         final = self.folder / f"step-{state['step']:08}"
         rank, main = self.processes.rank, self.processes.main
@@ -108,7 +110,7 @@ class Checkpoints:
             part = self.processes.from_main(part)
             own: dict[str, Any] = {}
             with self._attempt(final), _alone():
-                weights, moments = get_state_dict(model, optimizer)
+                weights, moments = get_state_dict(model, optimizers)
                 require_finite({name: _own(weight) for name, weight in weights.items()}, "weights")
                 dcp.save({"model": weights, "optimizer": moments["state"]}, checkpoint_id=part)
                 own = {path.name: _describe(path) for path in part.glob(f"__{rank}_*.distcp")}
@@ -124,9 +126,9 @@ class Checkpoints:
                     self._prune(final)
         return final
 
-    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """The optimiser's settings are not the checkpoint's but the configuration's."""
-        weights, moments = get_state_dict(model, optimizer)
+    def load(self, path: Path, model: nn.Module, optimizers: Optimizers) -> None:
+        """The optimisers' settings are not the checkpoint's but the configuration's."""
+        weights, moments = get_state_dict(model, optimizers)
         try:
             with _alone():
                 dcp.load(
@@ -135,7 +137,7 @@ class Checkpoints:
                 )
         except CheckpointException as error:
             raise UserError(f"{path}: cannot be loaded: {_reason(error)}") from None
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
 
     def note(self) -> str:
         """For messages of what went wrong."""

@@ -55,7 +55,10 @@ def _number(value: Any) -> Any:
 
 
 def _list(value: Any) -> Any:
-    return value.strip("()[] ").split(",") if isinstance(value, str) else value
+    """Text or a lone number stands for a list."""
+    if isinstance(value, str):
+        return [part for part in value.strip("()[] ").split(",") if part]
+    return [value] if isinstance(value, (int, float)) else value
 
 
 def _one(value: Any) -> Any:
@@ -121,10 +124,12 @@ class Optim(Group):
     lr: Number = _field(6e-4, "peak learning rate (the paper: 6e-4 at 160M)", gt=0)
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list)] = _field((0.9, 0.95), "AdamW's β")
     eps: Number = _field(1e-8, "AdamW's ε", gt=0)
+    momentum: Beta = _field(0.95, "Muon's momentum")
     weight_decay: Number = _field(
         0.01, "of parameters with two or more dimensions: all but biases and norms", ge=0
     )
     warmup: Share = _field(0.01, "share of the steps with a rising learning rate")
+    decay: Share = _field(0.2, "wsd: share of the steps after the warm-up with a falling rate")
     final: Share = _field(0.1, "share of the peak that the schedule falls to")
     clip: Number = _field(1.0, "largest norm of the gradient; 0: any", ge=0)
 
@@ -182,6 +187,9 @@ class TrainConfig(Group):
     tokens: Count = _field(0, "tokens of the run; 0: as many as `epochs` say")
     epochs: Number = _field(1.0, "passes over the data", gt=0)
     seed: Count = _field(0, "of the initial weights and the order of the data")
+    elastic: Annotated[tuple[Share, ...], BeforeValidator(_list)] = _field(
+        (), "chance that a step leaves out an iteration: one for each but the last, or one for all"
+    )
 
     optim: Optim = Optim()
     precision: Literal["auto", "float32", "bfloat16"] = _field(
@@ -215,6 +223,19 @@ class TrainConfig(Group):
                     f"{self.model.layout} (chunks of {iteration.chunk}, shift {iteration.shift}): "
                     "it would never be trained"
                 )
+        if self.elastic:
+            coarse = max(0, self.model.num_iterations - 1)
+            chances = self.elastic * coarse if len(self.elastic) == 1 else self.elastic
+            if not coarse or len(chances) != coarse:
+                raise ConfigError(
+                    f"elastic {','.join(map(str, self.elastic))}: layout {self.model.layout} has "
+                    f"{coarse} iterations that can be left out; give as many numbers, or one"
+                )
+            object.__setattr__(self, "elastic", chances)
+        if self.parallel == "fsdp" and self.optim.name == "muon":
+            raise ConfigError(
+                "optim.name muon needs whole matrices, fsdp shards them; set parallel=ddp"
+            )
         if self.micro_batch and self.batch % self.micro_batch:
             raise ConfigError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}")
         return self
@@ -319,7 +340,8 @@ def default_of(name: str) -> Any:
     if name.startswith("model."):
         defaults = {field.name: field.default for field in dataclasses.fields(SpiralConfig)}
         return defaults.get(name.removeprefix("model."))
-    return FIELDS[name].default if name in FIELDS else None
+    default = FIELDS[name].default if name in FIELDS else None
+    return list(default) if isinstance(default, tuple) else default
 
 
 def describe_fields() -> str:

@@ -150,13 +150,21 @@ def _seconds(dtype: torch.dtype, device: torch.device, size: int = 512) -> float
 # ---------------------------------------------------------------------------- the model
 
 
-def parallelize(model: SpiralFormer, kind: str, processes: Processes) -> nn.Module:
-    """The model as one of several processes trains it: a copy (ddp) or a share (fsdp)."""
+def parallelize(
+    model: SpiralFormer, kind: str, processes: Processes, elastic: bool = False
+) -> nn.Module:
+    """The model as one of several processes trains it: a copy (ddp) or a share (fsdp). Elastic: not
+    every step uses every parameter."""
     if processes.world == 1:
         return model
     if kind == "ddp":
         devices = [processes.device] if processes.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model,
+            device_ids=devices,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=elastic,
+        )
     for stack in model.stacks():
         # The core runs again and again in one pass: gather its weights once and keep them for it.
         core = any(stack is core for core in model.cores)

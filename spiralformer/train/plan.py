@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import lzma
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +121,27 @@ class RunPlan:
     def valid_every(self) -> int:
         return self.config.valid.every or max(1, self.steps // 20)
 
+    def kept(self, step: int) -> tuple[int, ...] | None:
+        """The iterations that a step of an elastic run has; None: all, as ever."""
+        elastic = self.config.elastic
+        if not elastic:
+            return None
+        draw = random.Random(f"{self.config.seed} {step}").random
+        return (*(t for t, chance in enumerate(elastic) if draw() >= chance), len(elastic))
+
     @functools.cached_property
     def flops_per_token(self) -> float:
-        return training_flops_per_token(self.config.model, self.config.length)
+        """Of a step; of an elastic run in the mean over what may be kept."""
+        config, mean = self.config, 0.0
+        for drops in itertools.product((False, True), repeat=len(config.elastic)):
+            chances = zip(config.elastic, drops, strict=True)
+            chance = math.prod(p if dropped else 1 - p for p, dropped in chances)
+            model = config.model
+            if any(drops):
+                kept = [t for t, dropped in enumerate(drops) if not dropped]
+                model = model.with_iterations([*kept, len(drops)])
+            mean += chance * training_flops_per_token(model, config.length)
+        return mean
 
     def due(self, step: int, every: int) -> bool:
         """After so many steps: what comes every so often, and at the end."""
