@@ -12,6 +12,7 @@ from typing import NoReturn
 from spiralformer import __version__
 from spiralformer.errors import UserError, shown
 
+LONGEST = 2000  # characters of a message
 COMMANDS = {
     "data": "text to token shards, for training",
     "train": "train a model, or go on training it",
@@ -68,7 +69,9 @@ def main(argv: list[str] | None = None) -> int:
         require_bounded(args)
         return args.run(args) or 0
     except UserError as error:
-        print(f"spiralformer {args.command}: error: {error}", file=sys.stderr)
+        message = str(error)  # it may quote a file
+        message = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
+        print(f"spiralformer {args.command}: error: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"spiralformer {args.command}: interrupted", file=sys.stderr)
