@@ -12,6 +12,7 @@ from spiralformer import __version__
 from spiralformer.console import OutputError, forget_stdout, lasting_streams, say
 from spiralformer.errors import UserError, shown
 
+LONGEST = 2000  # characters of a message
 COMMANDS = {
     "data": "text to token shards, for training",
     "train": "train a model, or go on training it",
@@ -85,7 +86,9 @@ def _main(argv: list[str]) -> int:
         require_bounded(args)
         return args.run(args) or 0
     except UserError as error:
-        say(f"spiralformer {args.command}: error: {error}")
+        message = str(error)  # it may quote a file
+        message = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
+        say(f"spiralformer {args.command}: error: {message}")
         return 2
     except KeyboardInterrupt:
         say(f"spiralformer {args.command}: interrupted")
