@@ -13,12 +13,15 @@ from spiralformer.presets import PRESETS
 from spiralformer.train.config import TrainConfig, describe_fields
 
 EPILOG = """\
-example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib batch=16 \\
-             optim.lr=2e-3
+example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib steps=500
 
-The same command goes on from the last checkpoint in the run's folder. Stopped
-by Ctrl-C, SIGTERM or SIGHUP, it finishes the step and saves first. For several
-processes see docs/distributed.md.
+Where length, batch, optim.lr, optim.warmup or the vocabulary of a preset are
+not given, they are chosen to fit the data; --show prints them.
+
+The same command goes on from the last checkpoint in the run's folder, and with
+more steps= from the end of a finished run. Stopped by Ctrl-C, SIGTERM or
+SIGHUP, it finishes the micro-batch and saves first. For several processes see
+docs/distributed.md.
 
 fields, with their defaults:
 """

@@ -164,6 +164,9 @@ def find_shards(path: str | Path) -> list[Shard]:
     """The shards that a path names: a pair's common name, either file of it, or a folder."""
     path = Path(path)
     if not path.is_dir():
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        if not any(file.name.startswith(path.name) for file in beside):
+            raise UserError(f"{path}: no such folder or shards; make them with spiralformer data")
         return [Shard(path)]
     indices = sorted(path.glob("*.idx"))
     if not indices:

@@ -182,9 +182,11 @@ def summary(result: Record) -> list[tuple[str, str]]:
         rows.append(("validation loss", f"{valid['loss']:.4f} over {valid['tokens']:,} tokens"))
         rows.append(("perplexity", f"{valid['perplexity']:.2f}"))
     if valid["bits_per_byte"] is not None:
-        others = ", ".join(f"{name} {bits:.3f}" for name, bits in result["compressors"].items())
         bits = f"{valid['bits_per_byte']:.3f}"
-        rows.append(("bits per byte", f"{bits} ({others})" if others else bits))
+        if others := ", ".join(f"{name} {b:.3f}" for name, b in result["compressors"].items()):
+            bits += f" ({others}"
+            bits += f" on the same {valid['bytes']:,} bytes)" if "bytes" in valid else ")"
+        rows.append(("bits per byte", bits))
     if result["skipped"]:
         rows.append(("skipped steps", str(result["skipped"])))
     return rows

@@ -31,13 +31,10 @@ def look_at(run: Run) -> None:
 
 @torch.no_grad()
 def validate(run: Run) -> Record:
-    """Over the first `valid.tokens` targets of the validation split, in windows of the training
-    length. Bits per byte take the split's mean bytes per token."""
-    plan, processes, data = run.plan, run.plan.processes, run.plan.corpus.valid
-    assert data is not None
-    assert plan.corpus.valid_split is not None
-    windows = min(len(data), math.ceil(plan.config.valid.tokens / data.length) or len(data))
-    batches = data.in_order(plan.micro_batch, windows)
+    """Over the first windows of the validation split; bits per byte are of the text in them."""
+    plan, processes, valid = run.plan, run.plan.processes, run.plan.corpus.valid
+    assert valid is not None
+    batches = valid.data.in_order(plan.micro_batch, valid.windows)
     total, count = 0.0, 0
     run.model.eval()
     for shares in itertools.zip_longest(*[batches] * processes.world):
@@ -49,11 +46,11 @@ def validate(run: Run) -> Record:
             total, count = total + loss.item() * targets, count + targets
     run.model.train()
     total, count = processes.sum(torch.tensor([total, count], dtype=torch.float64)).tolist()
-    mean, per_token = total / count, plan.corpus.valid_split.bytes_per_token
+    mean, size = total / count, valid.text_bytes
     return {
         "valid_loss": mean,
         "perplexity": math.exp(mean) if mean < 700 else math.inf,
-        "bits_per_byte": mean / math.log(2) / per_token if per_token else None,
+        "bits_per_byte": total / math.log(2) / size if size else None,
         "valid_tokens": int(count),
     }
 
