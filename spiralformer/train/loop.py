@@ -36,9 +36,9 @@ def train(
     To be called again and again with the same recipe, from any process: a run that was stopped goes
     on as if it never had been, a finished one returns its stored result (`again`), and while one
     process is at a folder another is refused (UserError). With more steps than it had, a run goes
-    on to these. SIGINT and SIGTERM finish the micro-batch, save, and raise `Interrupted`. Nothing
-    is left behind in the process that calls: no signal handlers, no process group, no changed
-    random state.
+    on to these. SIGINT, SIGTERM and SIGHUP finish the micro-batch, save, and raise `Interrupted`.
+    Nothing is left behind in the process that calls: no signal handlers, no process group, no
+    changed random state.
 
     resume: "auto" goes on from a checkpoint of the same recipe, and starts where there is none;
     "must" does not start; "never" removes what is there and starts. `watch` is given each record of

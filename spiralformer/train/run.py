@@ -32,7 +32,7 @@ from typing_extensions import TypedDict
 import spiralformer
 from spiralformer import files
 from spiralformer.accounting import parameters
-from spiralformer.console import Progress
+from spiralformer.console import Progress, count
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
@@ -76,6 +76,8 @@ class RunFolder:
             )
         remedy = "wait for it, stop it, or choose another out"
         with files.locked(self.path / "lock", "training", remedy, timeout=-1 if wait else 0):
+            files.remove_leftovers(self.path)
+            files.remove_leftovers(self.checkpoints)
             yield
 
     def clear(self) -> None:
@@ -249,15 +251,16 @@ class Run:
 
     def stop_if_diverged(self) -> None:
         state, plan = self.state, self.plan
-        if state.skipped_in_a_row < plan.config.nonfinite_limit:
+        limit = 1 if state.step == plan.steps else plan.config.nonfinite_limit
+        if state.skipped_in_a_row < limit:
             return
         first = state.step - state.skipped_in_a_row  # steps finished before it
         samples = plan.samples(first)
         windows = [plan.corpus.train.window_of(sample) for sample in samples]
         shown = ", ".join(map(str, windows[:8])) + (", …" if len(windows) > 8 else "")
         raise SharedError(
-            f"loss or gradient was not finite in {state.skipped_in_a_row} steps in a row, first in "
-            f"step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
+            f"loss or gradient was not finite in {count(state.skipped_in_a_row, 'step')} in a row, "
+            f"first in step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
             f"{plan.config.data.path}); {self.checkpoints.note()}; lower optim.lr or look at these "
             "windows"
         )
@@ -346,7 +349,8 @@ def open_run(
                     folder.clear()
                 folder.result.unlink(missing_ok=True)
                 files.write_json(folder.config, config.to_dict())
-                run.sinks = [stack.enter_context(log.metrics_file(folder.metrics, state.step))]
+                metrics = log.metrics_file(folder.metrics, state.step, progress.say)
+                run.sinks = [stack.enter_context(metrics)]
                 if config.log.tensorboard:
                     board = log.tensorboard(folder.tensorboard, state.step)
                     run.sinks.append(stack.enter_context(board))
@@ -397,8 +401,11 @@ class Interrupted(KeyboardInterrupt):
         self.signal = signal
 
 
+STOPPING = [signal.SIGINT, signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
+
+
 class Signals:
-    """Notes SIGINT and SIGTERM so that a run can be saved; the second stops at once.
+    """Notes SIGINT, SIGTERM and SIGHUP so that a run can be saved; the second stops at once.
 
     Launchers signal a process and its group, or twice in a row: within a second that is one."""
 
@@ -410,8 +417,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self._note)
+            for number in STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self.before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
