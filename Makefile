@@ -37,11 +37,11 @@ run: $(READY)
 	$(SPIRAL) train stdlib model.layout=7 out=runs/stdlib-plain --quiet >runs/plain.txt & \
 	$(SPIRAL) train stdlib >runs/spiral.txt; status=$$?; wait $$! && exit $$status
 	@$(SPIRAL) study compare runs/stdlib-plain runs/stdlib-spiral --out runs/compared >runs/compared.txt
-	@$(SPIRAL) generate runs/stdlib-spiral/model --prompt "def " --max-new-tokens 100 \
+	@$(SPIRAL) generate runs/stdlib-spiral/model --prompt "def" --max-new-tokens 100 \
 		--temperature 0.6 --top-p 0.9 >runs/sample.py
 	@$(SPIRAL) probe runs/stdlib-spiral/model --data runs/stdlib --samples 16 --length 256 \
 		--line "$$(head -n 1 runs/sample.py)" --out runs/probe >runs/probe.txt
-	@printf '\nThe SpiralFormer goes on from "def ":\n\n'
+	@printf '\nThe SpiralFormer goes on from "def":\n\n'
 	@sed 's/^/  | /' runs/sample.py
 	@printf '\nBits per byte of text that neither model has seen (less is better):\n\n'
 	@sed -n 's/^bits per byte */  SpiralFormer       /p' runs/spiral.txt
@@ -50,7 +50,7 @@ run: $(READY)
 	@echo '  runs/compared/curves.png   both losses, by tokens, FLOPs and seconds'
 	@echo '  runs/probe/report.html     what each loop did on the first line of the sample'
 	@printf '\nTo go on:\n\n'
-	@echo '  $(SPIRAL) generate runs/stdlib-spiral/model --prompt "class "'
+	@echo '  $(SPIRAL) generate runs/stdlib-spiral/model --prompt "class"'
 	@echo '  $(SPIRAL) train stdlib steps=3000'
 	@echo '  $(SPIRAL) data my-texts/ --train-bpe 4096 --out runs/mine'
 	@echo '  $(SPIRAL) train spiral-b-nano-mesh data.path=runs/mine out=runs/my-model'

@@ -23,7 +23,6 @@ from spiralformer import ConfigError, SpiralFormer
 from spiralformer.accounting import training_flops_per_token
 from spiralformer.cli import main
 from spiralformer.data.prepare import Recipe, prepare
-from spiralformer.data.shards import manifest_text
 from spiralformer.data.sources import find_sources
 from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.data.windows import open_split
@@ -40,6 +39,7 @@ from spiralformer.train import (
     run,
     train,
 )
+from spiralformer.train import config as config_module
 from spiralformer.train.checkpoint import fault, newest_whole, read_state
 from spiralformer.train.config import Optim
 from spiralformer.train.optim import OPTIMIZERS, SCHEDULES, learning_rate, make_optimizers, update
@@ -852,35 +852,41 @@ def test_the_command_refuses_in_one_line(command, arguments, message, monkeypatc
     assert "Traceback" not in err
 
 
-def fitted(tokens: int, folder: Path, *settings: str, model: str = "spiral-b-nano-mesh"):
-    """The recipe for a folder that says that it has so many tokens."""
-    sizes = {"tokens": tokens, "documents": 1, "bytes": tokens, "shards": []}
-    manifest = {"splits": {"train": sizes, "valid": sizes}, "tokenizer": {"vocab_size": 257}}
-    folder.mkdir(exist_ok=True)
-    (folder / "manifest.json").write_text(manifest_text(manifest))
-    return TrainConfig.load(model, [f"data.path={folder}", *settings])
+@pytest.fixture
+def fitted(data, monkeypatch):
+    """The recipe for data of so many tokens."""
+
+    def load(tokens: int, *settings: str, model: str = "spiral-b-nano-mesh") -> TrainConfig:
+        monkeypatch.setattr(config_module, "_measure", lambda data: (tokens, 257))
+        return TrainConfig.load(model, [f"data.path={data}", *settings])
+
+    return load
 
 
 @pytest.mark.parametrize("tokens", [300_000, 1_000_000, 9_000_000, 100_000_000])
-def test_a_preset_fits_the_data(tmp_path, tokens):
-    config = fitted(tokens, tmp_path / "data")
+def test_a_preset_fits_the_data(fitted, tokens):
+    config = fitted(tokens)
     assert 4 <= config.batch <= 256
     assert config.length == 512
     assert 100 <= tokens / (config.batch * config.length) <= 2048
     assert (config.model.vocab_size, config.optim.lr, config.optim.warmup) == (320, 3e-3, 0.05)
-    longer = fitted(tokens, tmp_path / "data", "steps=100000")
-    assert longer == config.override({"steps": 100_000})  # so that a run can be extended
+    assert fitted(tokens, "steps=100000") == config.override({"steps": 100_000})  # to be extended
     given = ["batch=12", "length=1000", "optim.lr=1e-4", "optim.warmup=0", "model.vocab_size=512"]
-    config = fitted(tokens, tmp_path / "data", *given)
+    config = fitted(tokens, *given)
     assert (config.batch, config.length, config.optim.lr) == (12, 1000, 1e-4)
     assert (config.optim.warmup, config.model.vocab_size) == (0, 512)
 
 
-def test_on_much_data_a_preset_has_the_papers_recipe(tmp_path):
+def test_on_much_data_a_preset_has_the_papers_recipe(fitted):
     for model, lr in (("spiral-b-160m-mesh", 6e-4), ("pythia-1.4b", 2.2e-4)):
-        config = fitted(250_000_000_000, tmp_path / "data", model=model)
+        config = fitted(250_000_000_000, model=model)
         assert (config.batch, config.length) == (512, 4096)
         assert (config.optim.lr, config.optim.warmup) == (lr, 0.01)
+
+
+def test_the_data_are_measured_where_they_are(data):
+    config = TrainConfig.load("spiral-b-nano-mesh", [f"data.path={data}"])
+    assert (config.batch, config.length, config.model.vocab_size) == (4, 512, 320)
 
 
 def test_a_plan_of_few_steps_and_a_larger_vocabulary_are_said(small, capsys):

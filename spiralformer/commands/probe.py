@@ -123,7 +123,7 @@ def _measure(args: argparse.Namespace) -> ProbeResult:
                 progress=progress.update,
             )
         if args.line:
-            model.values["line"] = read_line(network, line.to(args.device), decode)
+            model.values["line"] = read_line(network, line.to(device), decode)
         samples.append(sample)
         models.append(model)
     notes = list(dict.fromkeys(note for sample in samples for note in sample.notes))

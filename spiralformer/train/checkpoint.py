@@ -212,6 +212,7 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
 class RunIdentity(TypedDict):
     """What is asked of what a run was; it says more."""
 
+    steps: int
     precision: Literal["float32", "bfloat16"]
 
 
