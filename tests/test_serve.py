@@ -556,7 +556,7 @@ def test_a_signal_ends_it_cleanly_and_no_prompt_was_logged(folder, number, monke
     ("options", "message"),
     [
         (["{tmp}/none"], "none: no such folder"),
-        (["{tmp}"], "config.json: no such file"),
+        (["{tmp}"], "no model folder: it has no config.json"),
         (["{model}", "--port", "{taken}"], "Address already in use; choose another with --port"),
         (["{model}", "--port", "70000"], "--port 70000: a port is 0…65535"),
         (["{model}", "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),

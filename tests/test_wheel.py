@@ -15,7 +15,15 @@ import pytest
 from spiralformer.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-DATA = {"py.typed", ".yaml", ".csv", ".html", ".cpp"}  # what is not Python, by the end of its name
+DATA = {
+    "py.typed",
+    ".yaml",
+    ".csv",
+    ".html",
+    ".svg",
+    ".js",
+    ".cpp",
+}  # what is not Python, by the end of its name
 
 pytestmark = pytest.mark.slow
 

@@ -31,12 +31,11 @@ from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import SpiralConfig
 from spiralformer.console import Progress, count, cpu_name, duration, say
 from spiralformer.errors import UserError
-from spiralformer.files import read_json
 from spiralformer.study import spec
 from spiralformer.study.corpus import Corpus, tokens_are_bytes
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.spec import Row, Study
-from spiralformer.train import TrainConfig, read_metrics
+from spiralformer.train import TrainConfig, read_metrics, read_result
 
 FORKS = multiprocessing.get_context("forkserver")
 STARTUP = 3.0  # seconds of a run that are not training: its process, its model, its files
@@ -386,8 +385,8 @@ class StudyRuns:
             return 0.0
         rates = []
         for path in (self.cache / self.corpus.name).glob("*/result.json"):
-            with contextlib.suppress(UserError, KeyError):  # said where the run is needed
-                result = read_json(path)
+            with contextlib.suppress(UserError):  # said where the run is needed
+                result = read_result(path)
                 rates += [result["flops_per_second"]] if result["steps"] > 50 else []
         rate = float(np.median(rates)) if rates else _tried_rate(due[0].config) / self.pool.jobs
         seconds = [run.flops / rate + STARTUP for run in due]
