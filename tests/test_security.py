@@ -373,10 +373,10 @@ def diverging(monkeypatch):
     """Step 6 leaves NaN in the weights, and nothing tells."""
     update, steps = loop.update, itertools.count(1)
 
-    def diverge(optimizer, *arguments):
-        norm = update(optimizer, *arguments)
+    def diverge(optimizers, *arguments):
+        norm = update(optimizers, *arguments)
         if next(steps) == 6:
-            optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
+            optimizers[0].param_groups[0]["params"][0].data.fill_(math.nan)
         return norm
 
     monkeypatch.setattr(loop, "update", diverge)
