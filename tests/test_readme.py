@@ -38,6 +38,7 @@ def commands(block: str) -> list[str]:
 
 
 # What changes the environment or needs vLLM, which this one does not have.
+NOT_RUN = {"vllm.md", "server.md"}  # a server runs until it is stopped; their commands are parsed
 ELSEWHERE = ("pip ", "python -m vllm", "lm_eval ", "… ")
 COMMANDS = [
     (named(document), command)
@@ -205,7 +206,7 @@ def reader(tmp_path, monkeypatch) -> Reader:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "document",
-    [path for path in READ if {k for k, _ in blocks(path)} - SHOWN and path.name != "vllm.md"],
+    [path for path in READ if {k for k, _ in blocks(path)} - SHOWN and path.name not in NOT_RUN],
     ids=named,
 )
 def test_what_a_document_says_can_be_done(reader, document):
