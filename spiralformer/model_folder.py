@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spiralformer.accounting import parameters
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError, first_line
 from spiralformer.files import new_folder, read_json, write_json
+from spiralformer.machine import require_memory
 from spiralformer.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -105,8 +107,8 @@ def usable_device(name: str | torch.device, field: str = "--device") -> torch.de
 
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.ones(1, device=device).sum().item()  # "meta" is there, and computes nothing
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = first_line(error).rstrip(".")
         raise UserError(f"{field} {name}: cannot be used here ({reason}); choose cpu") from None
     return device
@@ -122,7 +124,11 @@ def load_model(
     """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in. `kind`
     is a class derived from SpiralFormer, to have an object of."""
     folder = Path(folder)
-    model = assemble(load_config(folder), load_weights(folder), folder, kind=kind)
+    config = load_config(folder)
+    stored = sum(path.stat().st_size for path in weight_files(folder))
+    cast = parameters(config).total * dtype.itemsize if dtype else 0
+    require_memory(max(stored, cast), f"{folder}: the model")
+    model = assemble(config, load_weights(folder), folder, kind=kind)
     return model.to(device=device, dtype=dtype)
 
 

@@ -110,9 +110,8 @@ WIKITEXT = """
 """
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
+def write_data(folder: Path) -> Path:
+    """What --data-dir reads."""
     for task in PAPER.values():
         write_jsonl(folder / task.scored_file, rows_of(task.file, 12))
         if task.name not in LAMBADA:
@@ -122,6 +121,11 @@ def data_dir(tmp_path_factory) -> Path:
     )
     (folder / "wikitext2_raw.test.txt").write_text(WIKITEXT)
     return folder
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -924,7 +928,7 @@ def test_unreadable_files_are_refused_with_their_line(refused, own_data, tmp_pat
         (b'{"goal": "a", "sol1": "b"}\n' * 3, f"{path}: the harness cannot use its rows"),
         (first + b"\n{oops\n", f"{path}:2: not JSON"),
         (first + b"\n\n[1]\n", f"{path}:3: not a JSON object"),
-        (first + b'\n{"goal": "\xff"}\n', f"{path}:2: not JSON ('utf-8'"),
+        (first + b'\n{"goal": "\xff"}\n', f"{path}: cannot be read: not UTF-8 text"),
         (b"\n\n", f"{path}: empty"),
     ):
         path.write_bytes(content)

@@ -16,7 +16,7 @@ from spiralformer.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 # What is not Python, by the end of its name.
-DATA = {"py.typed", ".yaml", ".csv", ".html", ".cpp", ".json", ".safetensors"}
+DATA = {"py.typed", ".yaml", ".csv", ".html", ".svg", ".js", ".cpp", ".json", ".safetensors"}
 MODEL = "spiralformer/assets/models/planted/config.json"
 
 pytestmark = pytest.mark.slow

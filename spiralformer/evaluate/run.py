@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from spiralformer.errors import UserError
 from spiralformer.evaluate import tasks
 from spiralformer.evaluate.perplexity import Document, perplexity
 from spiralformer.evaluate.tasks import TEXTS, LoadedTask
+from spiralformer.machine import require_package
 from spiralformer.model_folder import find_model
 
 NEEDED = ("lm_eval", "accelerate", "datasets")  # of the extra `eval`
@@ -116,10 +116,14 @@ class Evaluation:
         return scores
 
 
+def require_packages() -> None:
+    for name in NEEDED:
+        require_package(name, "evaluating", "eval")
+
+
 def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Evaluation]:
     """Everything asked for, for each model folder. Progress goes to standard error."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise UserError(f"not installed: {', '.join(missing)}; pip install 'spiralformer[eval]'")
+    require_packages()
     paths = [find_model(folder) for folder in folders]
     names = _short_names([Path(folder) for folder in folders])
     most = max(options.shots, default=0)

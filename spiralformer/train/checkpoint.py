@@ -20,16 +20,18 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from typing_extensions import TypedDict
 
 from spiralformer.errors import UserError
-from spiralformer.files import digest, new_folder, read_json, write_json
+from spiralformer.files import checked, digest, new_folder, read_json, write_json
 from spiralformer.train.distributed import Processes
 
 STATE, FILES = "state.json", "files.json"
@@ -42,14 +44,14 @@ class TrainState:
     """Where a run stands: what a checkpoint holds beside tensors. The learning rate and the data of
     a step follow from the number of finished steps."""
 
-    step: int = 0
-    tokens: int = 0  # targets trained on
-    seconds: float = 0.0  # spent in steps
-    skipped: int = 0  # steps without an update, their loss or gradient not being finite
-    skipped_in_a_row: int = 0
+    step: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0  # targets trained on
+    seconds: NonNegativeFloat = 0.0  # spent in steps
+    skipped: NonNegativeInt = 0  # steps without an update, their loss or gradient not being finite
+    skipped_in_a_row: NonNegativeInt = 0
     # Since the last line of metrics.jsonl:
-    line_tokens: int = 0
-    line_seconds: float = 0.0
+    line_tokens: NonNegativeInt = 0
+    line_seconds: NonNegativeFloat = 0.0
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -198,8 +200,21 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
     return None
 
 
+class RunIdentity(TypedDict):
+    """What is asked of what a run was; it says more."""
+
+    precision: Literal["float32", "bfloat16"]
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    return read_json(checkpoint / STATE)
+    path = checkpoint / STATE
+    state = read_json(path)
+    names = {"run", "code", *(each.name for each in dataclasses.fields(TrainState))}
+    if missing := names - state.keys():
+        raise UserError(f"{path}: {min(missing)} is missing")
+    checked(state, TrainState, path)
+    checked(state["run"], RunIdentity, f"{path}: run")
+    return state
 
 
 @contextlib.contextmanager

@@ -29,7 +29,8 @@ from pydantic.fields import FieldInfo
 
 from spiralformer import presets
 from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.files import read_text
+from spiralformer.errors import shown
+from spiralformer.files import read_yaml
 from spiralformer.train.optim import OPTIMIZERS, SCHEDULES
 
 # These fields and groups say how a run is carried out and looked at; it may be taken up again with
@@ -50,8 +51,9 @@ def _number(value: Any) -> Any:
         return str(value)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            return float(value) if "e" in value.lower() else value
-    return value
+            value = float(value) if "e" in value.lower() else value
+    whole = isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _list(value: Any) -> Any:
@@ -83,8 +85,8 @@ def _model(value: Any) -> SpiralConfig:
         raise ConfigError(f"model: {error}") from None
 
 
-Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-Number = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)]
+Number = Annotated[float, BeforeValidator(_number), Field(gt=-1e30, lt=1e30)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[
@@ -179,7 +181,7 @@ class TrainConfig(Group):
     out: Text = _field("runs/train", "folder of the run", min_length=1)
 
     length: Count = _field(0, "tokens of a sequence; 0: the model's max_length")
-    batch: Count = _field(512, "sequences of a step, over all processes", ge=1)
+    batch: Count = _field(512, "sequences of a step, over all processes", ge=1, le=1 << 24)
     micro_batch: Count = _field(
         0, "sequences at a time on a process; 0: as many as divide its share, up to 8"
     )
@@ -311,11 +313,7 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read ({reason})") from None
+    fields = read_yaml(path)
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not a mapping of fields")
     return fields
@@ -367,14 +365,14 @@ def _explain(error: ValidationError) -> str:
     if isinstance(cause, ConfigError):
         return str(cause)
     if first["type"] == "extra_forbidden":
-        return f"unknown field {name!r}; {_nearest(name)}"
+        return f"unknown field {shown(name)}; {_nearest(name)}"
     if first["type"] == "missing":
         return f"{name} is missing" + (f": {FIELDS[name].description}" if name in FIELDS else "")
     if first["type"] == "model_type":
         inner = next(known for known in FIELDS if known.startswith(f"{name}."))
-        return f"{name} {first['input']!r}: a group of fields; write for example {inner}=…"
+        return f"{name} {shown(first['input'])}: a group of fields; write for example {inner}=…"
     problem = first["msg"].removeprefix("Value error, ")
-    return f"{name} {first['input']!r}: {problem[0].lower()}{problem[1:]}"
+    return f"{name} {shown(first['input'])}: {problem[0].lower()}{problem[1:]}"
 
 
 def _nearest(name: str) -> str:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spiralformer.accounting import parameters, training_flops_per_token
+from spiralformer.accounting import parameters, training_bytes, training_flops_per_token
 from spiralformer.console import count
 from spiralformer.data.shards import MANIFEST, read_manifest
 from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
 from spiralformer.data.windows import Split, TokenDataset, open_split, read_texts
 from spiralformer.errors import UserError
+from spiralformer.machine import require_memory
 from spiralformer.train import log
 from spiralformer.train.config import Data, TrainConfig, default_of
 from spiralformer.train.distributed import Processes, bfloat16_is_fast
@@ -115,6 +116,7 @@ class RunPlan:
         if stored is not None:
             _refuse_another(config.out, stored, identity)
         micro_batch = _micro_batch(config, processes.world)
+        _require_memory(config, processes, micro_batch)
         return cls(config, corpus, processes, steps, micro_batch, precision, identity)
 
     @property
@@ -207,6 +209,15 @@ def _micro_batch(config: TrainConfig, world: int) -> int:
             f"{micro_batch}: make it a multiple of {world * micro_batch}"
         )
     return micro_batch
+
+
+def _require_memory(config: TrainConfig, processes: Processes, micro_batch: int) -> None:
+    """Before the model is built: it, and the tokens of a step, must fit."""
+    held = training_bytes(config.model, config.length, micro_batch)
+    shares = processes.world if config.parallel == "fsdp" else 1
+    require_memory(held / shares, "training this model with these batches", processes.device)
+    tokens = config.batch // processes.world * config.length
+    require_memory(2 * 8 * tokens, f"batch {config.batch} of {config.length} tokens")
 
 
 def _refuse_another(folder: str, stored: Identity, identity: Identity) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 import spiralformer
 from spiralformer import files
@@ -36,7 +37,13 @@ from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
 from spiralformer.train import log
-from spiralformer.train.checkpoint import Checkpoints, TrainState, newest_whole, read_state
+from spiralformer.train.checkpoint import (
+    Checkpoints,
+    RunIdentity,
+    TrainState,
+    newest_whole,
+    read_state,
+)
 from spiralformer.train.config import TrainConfig
 from spiralformer.train.distributed import SharedError, parallelize, whole_model
 from spiralformer.train.log import Record, Sink
@@ -100,6 +107,46 @@ class TrainResult:
         return log.read_metrics(RunFolder(self.folder).metrics)
 
 
+class ValidResult(TypedDict):
+    loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    tokens: int | None
+
+
+class ParameterCounts(TypedDict):
+    total: int
+    non_embedding: int
+
+
+class StoredResult(TypedDict):
+    """What is asked of a result.json; it says more."""
+
+    layout: str
+    topology: str
+    width: int
+    parameters: ParameterCounts
+    steps: int
+    tokens: int
+    train_loss: float | None
+    valid: ValidResult
+    compressors: dict[str, float]
+    skipped: int
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    samples: list[str]
+    run: RunIdentity
+    config: dict[str, Any]
+    code: str
+
+
+def read_result(path: Path) -> Record:
+    result = files.read_json(path)
+    files.checked(result, StoredResult, path)
+    return result
+
+
 class Earlier(NamedTuple):
     """What earlier calls left in the folder: a result, else a checkpoint, else nothing."""
 
@@ -110,7 +157,7 @@ class Earlier(NamedTuple):
     @classmethod
     def of(cls, folder: RunFolder, say: Callable[[str], None]) -> Earlier:
         if folder.result.exists():
-            result = files.read_json(folder.result)
+            result = read_result(folder.result)
             return cls(result=result, identity=result["run"])
         path = newest_whole(folder.checkpoints, say)
         return cls(checkpoint=path, identity=read_state(path)["run"]) if path else cls()
