@@ -74,15 +74,15 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"spiralformer {args.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:  # of the system, where nobody could say more
-        if isinstance(error, BrokenPipeError) or error.filename is None:
+        if error.filename is None:
             raise
         reason = f"{error.filename}: {error.strerror}"
         print(f"spiralformer {args.command}: error: {reason}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 if __name__ == "__main__":
