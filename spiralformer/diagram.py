@@ -29,7 +29,7 @@ def svg(config: SpiralConfig, *, pick: bool = False, dark: bool = True) -> str:
         config=config,
         layout=config.parsed_layout,
         topology=TOPOLOGIES.get(config.topology, config.topology).format(slots=config.mesh_slots),
-        cores=cores(config),
+        cores=cores(config) if config.iterations else "",
         mean_passes=accounting.decode_cost(config).mean_passes if config.iterations else 0,
         tokens=range(shown),
         cell=20 if shown <= 32 else max(12, 640 // shown),
@@ -86,10 +86,10 @@ def reached(iteration: Iteration, i: int) -> range:
 def cores(config: SpiralConfig) -> str:
     """What runs in the loop."""
     layout, loops = config.parsed_layout, config.num_iterations
-    if layout.tied and loops:
+    if layout.tied:
         return f"loop: one core of {count(layout.cores[0], 'layer')}, run {count(loops, 'time')}"
-    depths = sorted(set(layout.cores))
-    return f"loop: {count(loops, 'core')} of {' or '.join(map(str, depths))} layers"
+    depths = " + ".join(map(str, layout.cores))
+    return f"loop: {count(loops, 'core')} of {depths} layers"
 
 
 def describe(config: SpiralConfig, i: int) -> list[str]:
@@ -102,7 +102,9 @@ def describe(config: SpiralConfig, i: int) -> list[str]:
     for iteration in config.iterations:
         j, name = reads(iteration, i), f"iteration {iteration.index} at {iteration.resolution}"
         if j is None:
-            lines.append(f"{name}: reads nothing; before token {iteration.shift} no chunk can be.")
+            lines.append(
+                f"{name}: reads nothing; the first latent returns at token {iteration.shift}."
+            )
             continue
         what = f"chunk {j} ({span('token', *members(iteration, j))})"
         if iteration.chunk == 1 and not iteration.shift:

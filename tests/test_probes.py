@@ -236,6 +236,23 @@ def test_the_lens_at_the_last_state_is_the_models_own_answer():
     assert result["lens"]["settled"].sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("config", [SPIRAL, SPIRAL.replace(layout="2")], ids=["loop", "plain"])
+def test_a_line_is_read_as_the_model_reads_it(config):
+    """By the last state; by the state before the loop, as post and head alone would."""
+    model, ids = build(config), tokens(1, 20)[0]
+    line = measure.read_line(model, ids, str)
+    assert line["tokens"] == [str(token) for token in ids.tolist()]
+    with torch.no_grad(), watching(model) as trace:
+        own = model(ids[None])
+        early = model.head(model.norm(model.post(trace.states[0])))
+    for row, logits in ((-1, own), (0, early)):
+        shares = logits[0, :-1].softmax(-1)
+        assert line["answers"][row] == [str(token) for token in shares.argmax(-1).tolist()]
+        given = shares.gather(1, ids[1:, None])[:, 0]
+        np.testing.assert_allclose(line["probability"][row], given.numpy(), rtol=1e-6)
+    assert len(line["answers"]) == 1 + config.num_iterations
+
+
 def test_a_lens_on_some_positions_sees_the_same_as_on_all(monkeypatch):
     """Those positions are a fixed draw, so fixed states give a part of the whole answer."""
     model, ids = build(SPIRAL), tokens(1, 60)
@@ -511,7 +528,7 @@ def run_probe(out, *arguments):
 @pytest.fixture(scope="module")
 def probed(place):
     """A SpiralFormer, through the command line."""
-    data = ("--data", place / "text.txt", "--length", "48")
+    data = ("--data", place / "text.txt", "--length", "48", "--line", "a <b> & c")
     return run_probe(place / "probed", place / "spiral", *data)
 
 
@@ -543,7 +560,9 @@ def test_a_probe_of_a_loaded_folder_equals_one_of_the_model(place, probed):
     """What the command wrote is what the model gives on the same sequences."""
     sample = windows.draw(str(place / "text.txt"), place / "spiral", 257, 4, 48, 0)
     own = flat(probe(build(BYTES, dtype=torch.float32), sample.sequences))
-    written = flat(ProbeResult.load(probed).models[0])
+    loaded = ProbeResult.load(probed).models[0]
+    assert "".join(loaded.values.pop("line")["tokens"]) == "a <b> & c"
+    written = flat(loaded)
     assert len(own) > 40
     assert own.keys() == written.keys()
     for name, values in own.items():
@@ -810,6 +829,7 @@ def test_the_standard_library_is_always_there(place, monkeypatch):
         (["spiral", "--out", "out", "--data", "empty.txt"], "there is no text in it"),
         (["bare", "--out", "out", "--data", "text.txt"], "has no tokenizer.json"),
         (["spiral", "--out", "out", "--device", "nonsense"], "--device nonsense: cannot be used"),
+        (["spiral", "--out", "o", "--line", "a"], "--line has 1 token in the tokenizer of spiral"),
         (["--redraw", "spiral"], "spiral: has no numbers.json"),
         (["--redraw", "damaged"], "damaged"),
         (["spiral", "--redraw", "damaged"], "leave the checkpoints out"),

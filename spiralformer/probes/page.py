@@ -52,6 +52,8 @@ def html(probed: ProbeResult, pictures: dict[str, bytes]) -> str:
         result=result,
         amount=amount,
         preferred=preferred,
+        answers=answers,
+        visible=_visible,
         table=table,
         count=count,
     )
@@ -83,6 +85,25 @@ def preferred(model: ModelResult) -> list[tuple[str, Any, Any]]:
             half = len(ranked) // 2
             rows.append((str(iteration.resolution), ranked[:half], ranked[half:][::-1]))
     return rows
+
+
+def answers(model: ModelResult) -> list[tuple[str, list[tuple[str, float, bool]]]]:
+    """Of a line, by the state at which the loop would have ended: what the model would have said in
+    place of each token, the probability that it gave the token, and whether it is the same."""
+    line = model["line"]
+    names = ["before the loop", *(f"after {each.resolution}" for each in model.iterations)]
+    if not model.iterations:
+        names = ["the model"]
+    return [
+        (
+            name,
+            [
+                (a, p, a == token)
+                for a, p, token in zip(said, held, line["tokens"][1:], strict=True)
+            ],
+        )
+        for name, said, held in zip(names, line["answers"], line["probability"], strict=True)
+    ]
 
 
 def _visible(text: str) -> str:
