@@ -93,11 +93,8 @@ def _main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say(f"spiralformer {args.command}: interrupted")
         return 130
-    except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as error:  # of the system, where nobody could say more
-        if error.filename is None:
+        if isinstance(error, BrokenPipeError) or error.filename is None:
             raise
         say(f"spiralformer {args.command}: error: {error.filename}: {error.strerror}")
         return 2
