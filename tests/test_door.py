@@ -133,6 +133,14 @@ def test_count_reads_the_trained_model(place, run_command):
     assert report["parameters"]["ours"]["total"] == weights
 
 
+def test_a_reader_that_has_gone_is_no_error():
+    command = [sys.executable, "-m", "spiralformer", "count", "--table1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # as `head` does
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 # ---------------------------------------------------------------------------- in Python
 
 
