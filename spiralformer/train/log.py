@@ -23,7 +23,7 @@ TIMING = ("seconds", "tokens_per_second", "flops_per_second")  # all else in a r
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a run; a last line that was cut off is left out."""
+    """The records of a run; lines that are none, cut off or damaged, are left out."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -31,9 +31,11 @@ def read_metrics(path: Path) -> list[Record]:
     records = []
     for line in lines:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and record.keys() >= {"kind", "step", "tokens"}:
+            records.append(record)
     return records
 
 
