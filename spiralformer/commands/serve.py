@@ -15,7 +15,7 @@ KEY = "SPIRALFORMER_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "the folder of a model or of a run, or a name (default: %(default)s)"
+    model = "the folder of a model or of a run, or a name (default: spiral-bytes)"
     add("model", nargs="?", default="spiral-bytes", help=model)
     engine = "vllm: vLLM's server; own: the server of this package; auto: vLLM where it is there"
     add("--engine", choices=("auto", "vllm", "own"), default="auto", help=engine)

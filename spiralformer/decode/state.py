@@ -278,6 +278,11 @@ class DecodeState:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether anything but keys and values is kept of the past."""
+        return any(part.iteration.chunk > 1 or part.iteration.latents_kept for part in self.loop)
+
     def advance(self, new: Sequence[int]) -> None:
         """Row b has seen `new[b]` tokens more."""
         self.lengths = [length + n for length, n in zip(self.lengths, new, strict=True)]
@@ -355,7 +360,8 @@ class DecodeState:
         for row, (new, now, oldest) in enumerate(
             zip(wanted, self.lengths, self.oldest, strict=True)
         ):
-            if not 0 <= new <= now or (new < oldest and new != 0):
+            known = new >= oldest or new == 0 or not self.needs_history
+            if not 0 <= new <= now or not known:
                 raise StateError(
                     f"row {row} of {now} tokens cannot be truncated to {new}: only lengths "
                     f"{oldest}…{now} are within its history; make the state with history="

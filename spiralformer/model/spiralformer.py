@@ -6,17 +6,21 @@ Shapes: B batch, L length, D width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spiralformer.config import SpiralConfig
 from spiralformer.model.blocks import MLP, NORM, Attention, Stack, make_norm
 from spiralformer.model.loss import IGNORE, linear_cross_entropy
 from spiralformer.model.operators import Scaling, causal_shift
 from spiralformer.model.topology import TOPOLOGY
+
+CHECKPOINT = partial(checkpoint, use_reentrant=False)
 
 
 class SpiralFormer(nn.Module):
@@ -104,10 +108,14 @@ class SpiralFormer(nn.Module):
     def stacks(self) -> list[Stack]:
         return [self.pre, *self.cores, self.post]
 
-    def set_checkpointing(self, enabled: bool = True) -> None:
+    def set_checkpointing(
+        self,
+        enabled: bool = True,
+        run: Callable[..., Tensor] = CHECKPOINT,
+    ) -> None:
         """Recompute each block's activations in the backward pass instead of keeping them."""
         for stack in self.stacks():
-            stack.checkpointing = enabled
+            stack.checkpoint = run if enabled else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
