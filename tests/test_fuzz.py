@@ -7,6 +7,7 @@ names of targets after the number, cases of those."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import hashlib
 import importlib
@@ -503,7 +504,7 @@ def survey(minutes: float, only: list[str]) -> None:
         @given(case=cases)
         def one(case: Case) -> None:
             if time.monotonic() > begun + 60 * minutes:
-                return
+                raise KeyboardInterrupt  # which Hypothesis lets through
             outcome, wrong = attempt(case, world)
             tally.setdefault(case.kind, Counter())[f"status {outcome.status}"] += 1
             longest.append((outcome.seconds, case.kind))
@@ -515,7 +516,8 @@ def survey(minutes: float, only: list[str]) -> None:
                     print(f"FAULT {wrong} {str(case)[:600]}\n{outcome.err[-1500:]}\n", flush=True)
                 faults.setdefault(key, []).append(str(case))
 
-        one()
+        with contextlib.suppress(KeyboardInterrupt):
+            one()
     for kind, outcomes in sorted(tally.items()):
         print(f"{kind:22} {dict(outcomes)}")
     print(

@@ -351,6 +351,8 @@ def append_documents(
 def _write_from(path: Path, count: int, array: np.ndarray) -> None:
     """Puts an array behind the first `count` numbers of a file, in place of what follows them."""
     start = count * array.itemsize
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its reader
+        raise UserError(f"{path}: not a file; remove {path.parent} and start anew")
     with open(path, "ab") as file:
         if file.tell() < start:
             raise UserError(
