@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from typing import NoReturn
 
 from spiralformer import __version__
+from spiralformer.console import OutputError, forget_stdout, lasting_streams, say
 from spiralformer.errors import UserError, shown
 
+LONGEST = 2000  # characters of a message
 COMMANDS = {
     "data": "text to token shards, for training",
     "train": "train a model, or go on training it",
@@ -21,6 +22,7 @@ COMMANDS = {
     "probe": "what each iteration of a trained loop attends to: figures and a report",
     "study": "the paper's experiments at any scale: runs, tables, figures and verdicts",
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
+    "diagram": "an architecture as a picture, or as a page on which one picks a token",
     "bench": "speed and memory on the CPU beside peers",
     "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",
     "export": "a model folder for those who do not have this package",
@@ -63,25 +65,39 @@ def require_bounded(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(sys.argv[1:] if argv is None else argv)
+    with lasting_streams():
+        try:
+            try:
+                return _main(sys.argv[1:] if argv is None else argv)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
+            forget_stdout()
+            return 141
+        except OutputError as error:
+            forget_stdout()
+            say(f"spiralformer: error: standard output cannot be written: {error}")
+            return 2
+
+
+def _main(argv: list[str]) -> int:
+    args = parse(argv)
     try:
         require_bounded(args)
         return args.run(args) or 0
     except UserError as error:
-        print(f"spiralformer {args.command}: error: {error}", file=sys.stderr)
+        message = str(error)  # it may quote a file
+        message = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
+        say(f"spiralformer {args.command}: error: {message}")
         return 2
     except KeyboardInterrupt:
-        print(f"spiralformer {args.command}: interrupted", file=sys.stderr)
+        say(f"spiralformer {args.command}: interrupted")
         return 130
     except OSError as error:  # of the system, where nobody could say more
         if isinstance(error, BrokenPipeError) or error.filename is None:
             raise
-        reason = f"{error.filename}: {error.strerror}"
-        print(f"spiralformer {args.command}: error: {reason}", file=sys.stderr)
+        say(f"spiralformer {args.command}: error: {error.filename}: {error.strerror}")
         return 2
-    except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
-PART = ".part"  # ends the name of what is not complete yet
+PART, OLD = ".part", ".old"  # end the names of what is not complete yet, and of what it replaces
 LARGEST = 1 << 26  # bytes of a file that is read at once, unless it may be larger
 LARGEST_YAML = 1 << 17  # bytes, and values: more takes seconds
 DEEPEST = 64  # lists and objects inside each other
@@ -73,7 +75,20 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, json_text(content, indent=1) + "\n")
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """JSON has neither infinity nor NaN: null stands for them."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager
@@ -81,7 +96,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to fill, that takes its name when complete. Another's work is never overwritten,
     unless it is ours to `replace`."""
     folder = Path(folder)
-    part, old = (folder.with_name(f".{folder.name}{end}") for end in (PART, ".old"))
+    part, old = (folder.with_name(f".{folder.name}{end}") for end in (PART, OLD))
     if not replace:
         require_free(folder)
     with writing(folder):
@@ -99,10 +114,28 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Of processes that were killed while they wrote here. To be called where no other can be."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if re.fullmatch(rf"\..+({PART}|{OLD}|\.\d+)", path.name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def require_free(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose another name or remove it first")
+
+
+def require_writable(folder: str | Path, note: str = "") -> None:
+    """Makes it; better tried before long work than after."""
+    with writing(folder, note):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def require_folder(folder: str | Path, remedy: str = "") -> None:
@@ -241,6 +274,26 @@ def _bounded(content: Any, most: float = math.inf) -> bool:
             return True
         count, level = count + len(inner), inner
     return False
+
+
+def inside(folder: str | Path, name: Any) -> Path:
+    """The file of that name in a folder. A name from a file of others may be any text: one that is
+    not plain, or is a link that leads out of the folder, is refused."""
+    folder = Path(folder)
+    plain = isinstance(name, str) and name.isprintable() and name not in ("", "..")
+    if not plain or Path(name).name != name:
+        raise UserError(f"{folder}: {name!r} is not the name of a file in it")
+    path = folder / name
+    if path.is_symlink() and not _leads_inside(path):
+        raise UserError(f"{path}: a link that leads out of the folder; put the file itself there")
+    return path
+
+
+def _leads_inside(link: Path) -> bool:
+    """The Hub's cache keeps the files of `snapshots/REVISION` in `blobs` beside them."""
+    home, target = link.parent.resolve(), link.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    return target.is_relative_to(home) or target.is_relative_to(blobs)
 
 
 def packaged_config(name: str) -> str:

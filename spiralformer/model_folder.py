@@ -8,15 +8,16 @@ and reading its configuration need no PyTorch, so that a mistake is said at once
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spiralformer.accounting import parameters
 from spiralformer.config import ConfigError, SpiralConfig
 from spiralformer.errors import UserError, first_line
-from spiralformer.files import new_folder, read_json, write_json
+from spiralformer.files import inside, new_folder, read_json, write_json
 from spiralformer.machine import require_memory
 from spiralformer.presets import PRESETS
 
@@ -31,6 +32,7 @@ MODEL_TYPE = "spiralformer"
 ARCHITECTURE = "SpiralFormerForCausalLM"
 PREFIX = "model."  # of the weights' names: the Hugging Face class holds our model under this name
 WEIGHTS = "model.safetensors"
+CHECKSUM = "spiralformer.sha256"  # of the tensors, in the header of files that we write
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
 
@@ -69,8 +71,8 @@ def _why_no_model(folder: Path) -> str:
             "this run is not finished and has no model yet; "
             f"`spiralformer train {folder / 'train.json'}` goes on with it"
         )
-    inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-    hint = f"; did you mean {inside[-1]}?" if inside else ""
+    below = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    hint = f"; did you mean {below[-1]}?" if below else ""
     return f"no model folder: it has no {CONFIG}{hint}"
 
 
@@ -87,7 +89,7 @@ def load_config(folder: str | Path) -> SpiralConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    path = folder / CONFIG
+    path = inside(folder, CONFIG)
     fields = read_json(path)
     if fields.get("model_type") != MODEL_TYPE:
         raise CheckpointError(
@@ -120,15 +122,17 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     kind: type[SpiralFormer] | None = None,
+    check: bool = True,
 ) -> SpiralFormer:
     """The model of a folder, in evaluation mode; dtype None keeps the dtype it was saved in. `kind`
-    is a class derived from SpiralFormer, to have an object of."""
+    is a class derived from SpiralFormer, to have an object of. `check`: that the weights are finite
+    and, in folders of ours, those that were saved."""
     folder = Path(folder)
     config = load_config(folder)
     stored = sum(path.stat().st_size for path in weight_files(folder))
     cast = parameters(config).total * dtype.itemsize if dtype else 0
     require_memory(max(stored, cast), f"{folder}: the model")
-    model = assemble(config, load_weights(folder), folder, kind=kind)
+    model = assemble(config, load_weights(folder, check), folder, kind=kind)
     return model.to(device=device, dtype=dtype)
 
 
@@ -171,31 +175,54 @@ def assemble(
 
 def weight_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
     """The files of a folder's weights: this one, or those that its index lists."""
-    index = folder / f"{name}.index.json"
-    paths = [folder / name]
+    index = inside(folder, f"{name}.index.json")
+    paths = [inside(folder, name)]
     if index.exists():
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict):
             raise CheckpointError(f"{index}: has no weight_map")
-        paths = [folder / file for file in sorted(set(places.values()))]
+        paths = sorted({inside(folder, file) for file in places.values()})
     for path in paths:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file; the folder has no weights")
     return paths
 
 
-def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path, check: bool = True) -> dict[str, torch.Tensor]:
     """All tensors of a folder, without the prefix."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     weights: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         try:
-            weights |= load_file(path)
+            tensors = load_file(path)
+            with safe_open(path, framework="pt") as file:
+                expected = (file.metadata() or {}).get(CHECKSUM)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: damaged or not safetensors ({error})") from None
+        if check and expected and _checksum(tensors) != expected:
+            raise CheckpointError(f"{path}: damaged (its checksum differs); fetch or save it anew")
+        weights |= tensors
+    if check:
+        require_finite(weights, folder)
     return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    import torch
+
+    made = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        made.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        made.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return made.hexdigest()
+
+
+def require_finite(tensors: Mapping[str, torch.Tensor], where: str | Path) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all():
+            raise CheckpointError(f"{where}: {name} has values that are not finite")
 
 
 # ---------------------------------------------------------------------------- writing
@@ -232,9 +259,11 @@ def write_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    require_finite(weights, folder / WEIGHTS)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        metadata = {"format": "pt", CHECKSUM: _checksum(weights)}
+        save_file(weights, folder / WEIGHTS, metadata=metadata)
     except SafetensorError as error:
         raise CheckpointError(f"{folder / WEIGHTS}: cannot be written: {error}") from None
 
@@ -248,7 +277,7 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
 
 def tokenizer_of(folder: str | Path) -> Path | None:
     """The folder itself where it holds a tokenizer."""
-    return Path(folder) if (Path(folder) / TOKENIZER).is_file() else None
+    return Path(folder) if inside(folder, TOKENIZER).is_file() else None
 
 
 def tokenizer_files(source: str | Path) -> list[Path]:
@@ -257,4 +286,4 @@ def tokenizer_files(source: str | Path) -> list[Path]:
         return [source]
     if not (source / TOKENIZER).is_file():
         raise CheckpointError(f"{source}: has no {TOKENIZER}")
-    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    return [path for path in (inside(source, name) for name in TOKENIZER_FILES) if path.is_file()]

@@ -106,6 +106,6 @@ class SpiralFormer(model.SpiralFormer):
 
     def _repr_svg_(self) -> str:
         """What a notebook shows: which token reads which chunk."""
-        from spiralformer.probes.diagram import svg
+        from spiralformer.diagram import svg
 
         return svg(self.config)

@@ -47,6 +47,8 @@ def run_command(
     """`seconds` of the processor and `memory` bytes are the most that it may take; `patience` is
     for one that sleeps. `begin` is called in the child. After `kill_after` seconds it is killed."""
     logs = [folder.parent / f"{folder.name}.{name}" for name in ("out", "err")]
+    for log in logs:
+        log.touch()  # it may be killed before it opens them
     own = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
     begun = time.monotonic()
     pid = os.fork()

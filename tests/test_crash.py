@@ -19,7 +19,6 @@ from spiralformer.train.log import TIMING
 from tests.child import kill_at_change, run_command
 from tests.test_fuzz import RECIPE, STUDY, warm
 
-KILLS = 8  # of each command: half at changes of files, half at any time
 TIMES = {"seconds", "tokens_per_second", "flops_per_second", "curve", "machine"}
 
 
@@ -59,14 +58,17 @@ class Work:
 
     command: list[str]
     compared: Callable[[Path], Any]
+    kills: int  # half at changes of files, half at any time
 
 
 WORK = {
     "data": Work(
-        ["data", "text", "--train-bpe", "300", "--valid-fraction", "0.2", "--out", "new"], bytes_of
+        ["data", "text", "--train-bpe", "300", "--valid-fraction", "0.2", "--out", "new"],
+        bytes_of,
+        12,
     ),
-    "train": Work(["train", "recipe.yaml", "out=new"], of_run),
-    "export": Work(["export", "model", "new"], bytes_of),
+    "train": Work(["train", "recipe.yaml", "out=new"], of_run, 8),
+    "export": Work(["export", "model", "new"], bytes_of, 12),
     "study": Work(
         [
             "study",
@@ -84,6 +86,7 @@ WORK = {
             "--quiet",
         ],
         of_study,
+        4,
     ),
 }
 
@@ -140,7 +143,7 @@ def test_killed_at_any_time_a_command_goes_on_as_if_it_never_had_been(name, star
     expected, changes = work.compared(place / "new"), whole.out.count("change\n")
     begun = sorted(path.name for path in place.iterdir())
 
-    for kill in range(KILLS):
+    for kill in range(work.kills):
         again()
         for _ in range(rng.randint(1, 3)):  # what goes on is killed, too
             if kill % 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -20,6 +21,7 @@ from spiralformer.data.tokenizer import byte_tokenizer
 from spiralformer.model_folder import find_model, save_model
 from tests.strategies import build, tokens
 
+ROOT = Path(__file__).parent.parent
 CONFIG = SpiralConfig(
     layout="1+1x{1/4,1}+1", hidden_size=16, num_heads=2, vocab_size=257, max_length=64
 )
@@ -203,3 +205,23 @@ def test_a_notebook_shows_the_layout_of_a_model():
     for layout in ("1+1x{1/4,1/2,1}+1", "3"):
         picture = SpiralFormer(CONFIG.replace(layout=layout))._repr_svg_()
         assert ElementTree.fromstring(picture).tag.endswith("svg")
+
+
+@pytest.mark.slow
+def test_the_tutorial_notebook_runs_from_text_to_probe(tmp_path, monkeypatch):
+    """Its cells, one after the other; what a cell ends with is what a notebook would show."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text(encoding="utf-8"))
+    scope: dict = {}
+    shown = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            body = ast.parse("".join(cell["source"])).body
+            last = body.pop() if isinstance(body[-1], ast.Expr) else None
+            exec(compile(ast.Module(body, []), "tutorial", "exec"), scope)
+            if last is not None:
+                shown.append(eval(compile(ast.Expression(last.value), "tutorial", "eval"), scope))
+    assert "<svg" in next(each for each in shown if hasattr(each, "_repr_svg_"))._repr_svg_()
+    assert scope["result"].record["valid"]["bits_per_byte"] < 4  # of 8; before training, 8 and more
+    assert shown[-1] == 0  # the probe's status
+    assert (tmp_path / "runs" / "tutorial" / "probe" / "report.html").is_file()

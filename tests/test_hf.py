@@ -676,6 +676,8 @@ def test_forward_refuses_what_it_would_have_to_ignore():
     with pytest.raises(ValueError, match="does not support token_type_ids"):
         model(ids, token_type_ids=torch.zeros_like(ids))
     model(ids, token_type_ids=None)
+    with pytest.raises(ValueError, match="all layers are given, or none"):
+        model(ids, output_hidden_states=[1, 2])
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):

@@ -205,6 +205,7 @@ def test_attention_is_chosen_at_any_time_and_an_unknown_one_is_refused(tmp_path)
             AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=unknown)
         with pytest.raises(ValueError, match=r"does not support|not supported"):
             model.set_attn_implementation(unknown)
+        assert model.config._attn_implementation == "eager"
 
 
 # ---------------------------------------------------------------------------- embeddings and caches

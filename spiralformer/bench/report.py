@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from spiralformer.bench.peers import PEER
 from spiralformer.bench.timing import Measurement
-from spiralformer.console import cpu_name, markdown_table
+from spiralformer.console import cpu_name, escape, markdown_table
 from spiralformer.errors import UserError
 from spiralformer.files import read_record, write_json, write_text
 
@@ -137,12 +137,14 @@ def write_tables(folder: Path) -> Path:
     """All records of a folder as one document."""
     parts = []
     for benchmark, record in read(folder).items():
-        parts.append(
-            f"## {benchmark}\n\n`{record['command']}` on {record['cpu']}, {record['threads']} "
-            f"threads, PyTorch {record['torch']}, transformers {record['transformers']}\n"
+        made = (
+            f"{record['command']} on {record['cpu']}, {record['threads']} threads, "
+            f"PyTorch {record['torch']}, transformers {record['transformers']}"
         )
+        parts.append(f"## {escape(benchmark)}\n\n{escape(made)}\n")
         for group in groups(record["measurements"]):
-            parts.append(f"{group[0].setting}, {group[0].dtype}\n\n{markdown_table(*rows(group))}")
+            setting = escape(f"{group[0].setting}, {group[0].dtype}")
+            parts.append(f"{setting}\n\n{markdown_table(*rows(group))}")
     path = folder / "table.md"
     write_text(path, "\n".join(parts))
     return path

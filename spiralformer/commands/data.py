@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either("--train-bpe", type=int, metavar="VOCAB", help=bpe)
     either("--bytes", action="store_true", help="a token is a byte")
     add("--eot-token", metavar="TOKEN", help="end-of-text token (default: the tokenizer's)")
-    valid = "share of the documents for validation, chosen by their content (default: %(default)s)"
+    valid = (
+        "share of the documents for validation, chosen by their content: one at least, unless 0 "
+        "(default: %(default)s)"
+    )
     add("--valid-fraction", type=float, default=0.005, metavar="F", help=valid)
     add("--seed", type=int, default=0, help="of that choice (default: 0)")
     add("--text-field", default="text", metavar="NAME", help="field with the text (default: text)")
@@ -135,5 +138,5 @@ def summary(manifest: dict[str, Any]) -> str:
         if manifest[what]:
             lines.append(f"left out: {count(manifest[what], f'{kind} document')}")
     if manifest["settings"]["valid_fraction"] and not manifest["splits"]["valid"]["documents"]:
-        lines.append("no document fell into validation: raise --valid-fraction")
+        lines.append("no validation: there is too little text to cut some off")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spiralformer.console import Progress
+from spiralformer.console import Progress, count
 from spiralformer.errors import UserError
 from spiralformer.files import writing
 from spiralformer.model_folder import find_model
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=int, metavar="L", help="tokens of each; default: the models' max_length"
     )
+    parser.add_argument("--line", metavar="TEXT", help="a short text to read token by token, too")
     parser.add_argument("--out", metavar="DIR", help="folder for the report and the figures")
     parser.add_argument(
         "--redraw", metavar="DIR", help="draw everything again from the numbers in this folder"
@@ -88,7 +89,7 @@ def _measure(args: argparse.Namespace) -> ProbeResult:
 
     from spiralformer.model_folder import load_config, load_model, usable_device
     from spiralformer.probes import sequences
-    from spiralformer.probes.measure import chunkings, probe
+    from spiralformer.probes.measure import chunkings, probe, read_line
     from spiralformer.probes.result import ProbeResult
 
     device = usable_device(args.device)
@@ -108,17 +109,21 @@ def _measure(args: argparse.Namespace) -> ProbeResult:
     for name, folder, config in zip(names, folders, configs, strict=True):
         vocab = config.vocab_size
         sample = sequences.draw(args.data, folder, vocab, args.samples, length, args.seed)
+        line = torch.tensor(_line(folder, args.line, config.max_length) if args.line else [])
+        network, decode = load_model(folder, device=device), _decoder(folder)
         with Progress(name, len(sample.sequences), "sequences") as progress:
             model = probe(
-                load_model(folder, device=device),
+                network,
                 sample.sequences,
                 name=name,
                 gamma=args.gamma,
                 batch=args.batch,
                 grids=set().union(*map(chunkings, configs)),
-                decode=_decoder(folder),
+                decode=decode,
                 progress=progress.update,
             )
+        if args.line:
+            model.values["line"] = read_line(network, line.to(args.device), decode)
         samples.append(sample)
         models.append(model)
     notes = list(dict.fromkeys(note for sample in samples for note in sample.notes))
@@ -129,6 +134,18 @@ def _measure(args: argparse.Namespace) -> ProbeResult:
         else:
             notes.append("the models have different tokenizers: their sequences differ")
     return probed
+
+
+def _line(folder: Path, text: str, longest: int) -> list[int]:
+    from spiralformer.data.tokenizer import load_tokenizer
+
+    ids = load_tokenizer(folder).encode(text)
+    if not 2 <= len(ids) <= longest:
+        raise UserError(
+            f"--line has {count(len(ids), 'token')} in the tokenizer of {folder}; 2 … {longest} "
+            "are needed"
+        )
+    return ids
 
 
 def _decoder(folder: Path) -> Callable[[int], str]:

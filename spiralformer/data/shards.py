@@ -16,6 +16,7 @@ A document written here is one sequence."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from pydantic import Field, NonNegativeInt
 from typing_extensions import TypedDict
 
 from spiralformer.errors import UserError
-from spiralformer.files import checked, parse_json, read_text
+from spiralformer.files import checked, inside, parse_json, read_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -40,6 +41,7 @@ CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 1 << 30  # bytes: it has a line for each source
 SHARD_TOKENS = 1 << 30  # after so many a new shard is begun
+CHECKED = 1 << 32  # bytes: so much data is checked in full when it is opened
 
 
 # ---------------------------------------------------------------- reading shards
@@ -162,6 +164,9 @@ def find_shards(path: str | Path) -> list[Shard]:
     """The shards that a path names: a pair's common name, either file of it, or a folder."""
     path = Path(path)
     if not path.is_dir():
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        if not any(file.name.startswith(path.name) for file in beside):
+            raise UserError(f"{path}: no such folder or shards; make them with spiralformer data")
         return [Shard(path)]
     indices = sorted(path.glob("*.idx"))
     if not indices:
@@ -249,21 +254,50 @@ def file_record(path: Path) -> FileRecord:
     return {"size": path.stat().st_size, "sha256": sha256}
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_intact(path: Path, size: int, changed: int, sha256: str) -> bool:
+    """Remembered for a file that has this size and was changed at this time."""
+    return file_record(path) == {"size": size, "sha256": sha256}
+
+
+def require_intact(path: Path, expected: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: missing; prepare the data anew")
+    about = path.stat()
+    size, sha256 = expected["size"], expected["sha256"]
+    if about.st_size != size or not _is_intact(path, size, about.st_mtime_ns, sha256):
+        raise UserError(f"{path}: damaged (its checksum differs); prepare the data anew")
+
+
+def check_opened(shards: Sequence[Shard], files: dict[str, Any] | None = None) -> None:
+    """Damage would be trained on in silence. Every byte is read where that takes seconds; of more
+    data the sizes alone are known to be right, and `verify` is there for the rest."""
+    tokens, indices = [path for shard in shards for path in shard.bins], [s.idx for s in shards]
+    for paths in (tokens, indices):
+        if files is not None and _size(paths) <= CHECKED:
+            for path in paths:
+                require_intact(path, files[path.name])
+    if _size(indices) <= CHECKED:
+        for shard in shards:
+            shard.check()
+
+
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
 def verify(path: str | Path) -> list[Path]:
     """Checks every file of a prepared folder against the manifest; shards that have no manifest are
     checked for consistency only. Returns the files, or raises at the first fault."""
     folder = Path(path)
+    _is_intact.cache_clear()
     if not (folder / MANIFEST).is_file():
         shards = find_shards(folder)
         files = [file for shard in shards for file in (*shard.bins, shard.idx)]
     else:
         manifest = read_manifest(folder)
         for name, expected in manifest["files"].items():
-            file = folder / name
-            if not file.is_file():
-                raise UserError(f"{file}: missing; prepare the data anew")
-            if file_record(file) != expected:
-                raise UserError(f"{file}: damaged (its checksum differs); prepare the data anew")
+            require_intact(inside(folder, name), expected)
         described = [shard for split in manifest["splits"].values() for shard in split["shards"]]
         shards = [Shard(folder / shard["name"]) for shard in described]
         files = [folder / name for name in manifest["files"]]

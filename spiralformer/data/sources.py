@@ -150,19 +150,26 @@ def _hugging_face_source(argument: str) -> Source:
     return Source("hf", argument, identity=identity)
 
 
-# Tests, and packages of others that are only bundled or installed there.
-_NOT_STDLIB = {"test", "tests", "idle_test", "_bundled", "site-packages", "dist-packages"}
+# Tests, packages of others that are only bundled or installed there, and tables: of code pages, of
+# characters, of help texts. None of it reads like a program.
+_NOT_STDLIB = {
+    *("test", "tests", "idle_test", "_bundled", "site-packages", "dist-packages"),
+    *("encodings", "pydoc_data", "entities.py", "stringprep.py", "_casefix.py"),
+}
+_MADE_BY_THE_BUILD = ("_sysconfigdata", "config-", "__phello__")
 
 
 def stdlib_files() -> list[Path]:
-    """The sources of the running Python's standard library, ordered by name."""
+    """The sources of the running Python's standard library that one would read, by name."""
+
+    def wanted(name: str) -> bool:
+        return name not in _NOT_STDLIB and not name.startswith(_MADE_BY_THE_BUILD)
+
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = [name for name in folders if name not in _NOT_STDLIB]  # not even looked into
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    made_by_the_build = "_sysconfigdata"
-    kept = [path for path in files if not path.name.startswith(made_by_the_build)]
-    return sorted(kept, key=lambda path: path.as_posix())
+        folders[:] = filter(wanted, folders)  # the others are not even looked into
+        files += [Path(folder, name) for name in filter(wanted, names) if name.endswith(".py")]
+    return sorted(files, key=lambda path: path.as_posix())
 
 
 def _stdlib_source() -> Source:

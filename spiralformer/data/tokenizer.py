@@ -122,10 +122,17 @@ def _from_transformers(path: Path) -> Tokenizer:
     if not path.is_dir() and (len(path.parts) > 2 or path.suffix == ".json"):
         raise UserError(f"{path}: no such tokenizer; give a tokenizer.json or a folder with one")
     from transformers import AutoTokenizer
+    from transformers.utils.logging import set_verbosity_error
 
+    set_verbosity_error()  # what is wrong is said once, below
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{path}: the tokenizer brings code of its own, which is not run; give a "
+                "tokenizer.json"
+            ) from None
         raise UserError(f"{path}: cannot load a tokenizer from it: {first_line(error)}") from None
     if not tokenizer.is_fast:
         raise UserError(f"{path}: only tokenizers that convert to tokenizer.json can be used")

@@ -25,6 +25,10 @@ class RequestError(UserError, ValueError):
     """A generation request that cannot be served."""
 
 
+class NotFiniteError(RequestError):
+    """The model computes no probabilities."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn. Temperature 0 is greedy; the defaults cut nothing off."""
@@ -77,6 +81,8 @@ def penalise(logits: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
 
 
 def choose(logits: Tensor, seen: Sequence[int], sampling: Sampling, rng: torch.Generator) -> int:
+    if not logits.isfinite().all():
+        raise NotFiniteError("the model's logits are not finite: there is nothing to choose from")
     logits = penalise(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return int(logits.argmax())

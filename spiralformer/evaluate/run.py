@@ -26,6 +26,7 @@ from spiralformer.evaluate.tasks import TEXTS, LoadedTask
 from spiralformer.machine import require_package
 from spiralformer.model_folder import find_model
 
+NEEDED = ("lm_eval", "accelerate", "datasets")  # of the extra `eval`
 BOOTSTRAPS = 1000  # for the standard error of LAMBADA's perplexity
 
 
@@ -80,6 +81,8 @@ class Options:
 class Score(NamedTuple):
     value: float
     stderr: float | None = None
+    higher: bool | None = None  # whether more is better, where that is known
+    basis: int | None = None  # two scores compare where it is the same
 
 
 @dataclass
@@ -95,19 +98,26 @@ class Evaluation:
 
     def metrics(self, task: str, kind: str) -> dict[str, Score]:
         """All metrics of a task; those of a filter other than none are `metric,filter`."""
-        row = self.results.get(kind, {}).get("results", {}).get(task, {})
+        results = self.results.get(kind, {})
+        row = results.get("results", {}).get(task, {})
+        directions = results.get("higher_is_better", {}).get(task, {})
         scores = {}
         for key, value in row.items():
             metric, comma, filtered = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
                 stderr = row.get(f"{metric}_stderr,{filtered}")
                 name = metric if filtered == "none" else key
-                scores[name] = Score(value, stderr if isinstance(stderr, float) else None)
+                scores[name] = Score(
+                    value,
+                    stderr if isinstance(stderr, float) else None,
+                    directions.get(metric),
+                    row.get("tokens") if metric == "token_perplexity" else None,
+                )
         return scores
 
 
 def require_packages() -> None:
-    for name in ("lm_eval", "accelerate", "datasets"):
+    for name in NEEDED:
         require_package(name, "evaluating", "eval")
 
 
@@ -225,7 +235,7 @@ def _recorded(
 def score_texts(
     lm: Any, texts: dict[str, list[Document]], cache: str, limit: int | None
 ) -> dict[str, Any]:
-    """Perplexities, in the form of the harness's results."""
+    """Perplexities and bits, in the form of the harness's results. Less of each is better."""
     from lm_eval.api.model import CachingLM
 
     label, scores = lm.label, {}
@@ -235,7 +245,10 @@ def score_texts(
             lm.label = f"{label}  {name}"
             scores[name] = perplexity(cached, documents[:limit])
     cached.dbdict.close()
-    return {"results": scores}
+    less = {
+        name: {key.partition(",")[0]: False for key in metrics} for name, metrics in scores.items()
+    }
+    return {"results": scores, "higher_is_better": less}
 
 
 def score_tasks(

@@ -191,6 +191,8 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
             output_attentions = self.config.output_attentions
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if not isinstance(output_hidden_states, bool):
+            raise ValueError("output_hidden_states is true or false; all layers are given, or none")
 
         x = self._embed(input_ids, inputs_embeds)
         rows = None
@@ -240,7 +242,8 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if rows is None:
             return cache.extend(self.model, aligned, None, runner)
         hidden = rows.restore(cache.extend(self.model, aligned, rows.lengths, runner))
-        return hidden * rows.real[..., None]  # else padding would depend on the other rows
+        # else what stands at padding would depend on the other rows
+        return hidden.masked_fill(~rows.real[..., None], 0)
 
     # ------------------------------------------------------------------ attention
 
@@ -248,15 +251,18 @@ class SpiralFormerForCausalLM(PreTrainedModel, GenerationMixin):
         super().set_attn_implementation(*args, **kwargs)
         self._choose_attention()
 
-    def _choose_attention(self) -> None:
-        wanted = self.config._attn_implementation
-        if wanted not in ATTENTION:
+    def _check_and_adjust_attn_implementation(self, *args: Any, **kwargs: Any) -> str:
+        wanted = super()._check_and_adjust_attn_implementation(*args, **kwargs)
+        if wanted not in ATTENTION:  # registered by somebody for models that take any
             raise ValueError(
                 f"attn_implementation {wanted!r} is not supported; choose {' or '.join(ATTENTION)}"
             )
+        return wanted
+
+    def _choose_attention(self) -> None:
         for module in self.model.modules():
             if isinstance(module, Attention):
-                module.attend = ATTENTION[wanted]()
+                module.attend = ATTENTION[self.config._attn_implementation]()
 
     # ------------------------------------------------------------------ embeddings
 

@@ -132,8 +132,8 @@ def to_all_rows(x: Tensor, write: CacheWrite | None, batch: int, dim: int) -> Te
     if write is None:
         return x
     place = torch.arange(x.shape[dim], device=x.device)
-    real = place < torch.tensor(write.new, device=x.device)[:, None]
-    x = x * real.view(len(x), *[1] * (dim - 1), -1, *[1] * (x.dim() - 1 - dim))
+    empty = place >= torch.tensor(write.new, device=x.device)[:, None]
+    x = x.masked_fill(empty.view(len(x), *[1] * (dim - 1), -1, *[1] * (x.dim() - 1 - dim)), 0)
     return x.new_zeros(batch, *x.shape[1:]).index_copy_(
         0, torch.arange(batch, device=x.device)[write.index], x
     )

@@ -53,7 +53,7 @@ class RunRecord(Record):
         for line in metrics:
             if line["kind"] == "train":
                 seconds = line["seconds"]
-            elif line["kind"] == "valid":
+            elif line["kind"] == "valid" and line["valid_loss"] is not None:
                 curve.append((line["tokens"], seconds, line["valid_loss"]))
         run, valid = result["run"], result["valid"]
         return cls(

@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from spiralformer import presets
 from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.errors import shown
+from spiralformer.errors import UserError, shown
 from spiralformer.files import read_yaml
 from spiralformer.train.optim import OPTIMIZERS, SCHEDULES
 
@@ -264,7 +264,10 @@ class TrainConfig(Group):
             if not equals or not path:
                 raise ConfigError(f"{setting!r}: write field=value, for example optim.lr=1e-3")
             changes[path] = text
-        return cls.from_dict(_changed({"out": f"runs/{name}", **fields}, changes))
+        fields = _changed({"out": f"runs/{name}", **fields}, changes)
+        config = cls.from_dict(fields)
+        fit = {name: value for name, value in _fit(config).items() if not _is_given(name, fields)}
+        return config.override(fit)
 
     def override(self, settings: Mapping[str, Any]) -> TrainConfig:
         """The same run with some fields changed: `{"optim.lr": 1e-3, "model.shift": "parallel"}`.
@@ -317,6 +320,60 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not a mapping of fields")
     return fields
+
+
+# ---------------------------------------------------------------------------- what fits the data
+
+PAPER_SIZED = 1 << 28  # tokens of training data from which on the paper's batches are taken
+STEPS = 1000  # in a pass over less
+
+
+def _fit(config: TrainConfig) -> dict[str, Any]:
+    """Values for what a recipe leaves open. They depend on the data and the model, and not on how
+    long the run is, so that a run can be given more steps."""
+    tokens, known = _measure(config.data)
+    if not tokens:
+        return {}
+    model, rate = config.model, 6e-4 * 768 / config.model.hidden_size  # the paper's, at its width
+    fit = {"optim.lr": float(f"{min(rate, 3e-3):.2g}")}
+    if known is not None:
+        fit["model.vocab_size"] = vocabulary(known)
+    if tokens < PAPER_SIZED:
+        coarsest = max((iteration.chunk for iteration in model.iterations), default=1)
+        length = config.length if config.length < model.max_length else max(512, 4 * coarsest)
+        length = min(length, model.max_length)
+        batch = 1 << max(2, (tokens // (STEPS * length)).bit_length() - 1)
+        fit |= {"length": length, "batch": min(batch, 512), "optim.warmup": 0.05}
+    return fit
+
+
+def _measure(data: Data) -> tuple[int, int | None]:
+    """Tokens to train on, and tokens of the tokenizer where one is known. What is wrong with the
+    data is said when they are opened."""
+    from spiralformer.data.shards import MANIFEST, find_shards, read_manifest
+
+    try:
+        if (Path(data.path) / MANIFEST).is_file():
+            manifest = read_manifest(Path(data.path))
+            return manifest["splits"]["train"]["tokens"], manifest["tokenizer"]["vocab_size"]
+        return sum(len(shard.stream) for shard in find_shards(data.path)), None
+    except UserError:
+        return 0, None
+
+
+def vocabulary(tokens: int) -> int:
+    """Of a model for a tokenizer of so many tokens: a multiple of 64."""
+    return -(-tokens // 64) * 64
+
+
+def _is_given(name: str, fields: Mapping[str, Any]) -> bool:
+    """A preset says nothing of the vocabulary; any other description of a model does."""
+    model = fields["model"]
+    if name == "model.vocab_size" and not isinstance(model, Mapping):
+        return model not in presets.PRESETS
+    if name == "model.vocab_size" and model.get("preset") not in presets.PRESETS:
+        return True
+    return name in dict(_flat(fields))
 
 
 # ---------------------------------------------------------------------------- by dotted name
