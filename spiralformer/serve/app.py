@@ -299,6 +299,8 @@ class Service:
         try:
             self.engine.submit([choice.job for choice in choices])
         except Busy as busy:
+            if self.engine.closing is not None:
+                raise ended(CLOSED) from None
             raise ApiError(str(busy), status=429, code="rate_limit_exceeded") from None
         watch = asyncio.create_task(gone(request))
         watch.add_done_callback(lambda _: events.put_nowait(Event(0, ended=GONE)))

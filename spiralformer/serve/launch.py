@@ -12,8 +12,6 @@ from pathlib import Path
 
 from spiralformer.errors import UserError
 
-ENGINES = ("auto", "vllm", "own")
-
 
 def choose_engine(asked: str) -> str:
     """vLLM where it is installed, else ours."""

@@ -14,7 +14,7 @@ from spiralformer.data.tokenizer import load_tokenizer
 from spiralformer.decode import runner_for
 from spiralformer.decode.runner import RunnerName
 from spiralformer.errors import UserError
-from spiralformer.model_folder import load_model, tokenizer_files
+from spiralformer.model_folder import load_model, tokenizer_files, usable_device
 from spiralformer.serve.app import LOOPBACK, Service, Settings
 from spiralformer.serve.chat import ChatTemplate
 from spiralformer.serve.engine import Engine
@@ -65,11 +65,8 @@ def open_service(
     """The model of a folder, loaded and at work."""
     tokenizer_files(folder)  # says so if there is none
     tokenizer = load_tokenizer(folder)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
-    model = load_model(folder, device=device, dtype=getattr(torch, dtype) if dtype else None)
+    wanted = getattr(torch, dtype) if dtype else None
+    model = load_model(folder, device=usable_device(device), dtype=wanted)
     model.requires_grad_(False)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
