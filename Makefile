@@ -19,11 +19,11 @@ VLLM_PIP  := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-versio
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0 setuptools
-	$(PIP) --no-build-isolation -e '.[data,native]'
+	$(PIP) --no-build-isolation -e '.[data,native,serve]'
 	touch $(READY)
 
 $(DEV): $(READY)
-	$(PIP) --no-build-isolation -e '.[data,native,eval,dev]'
+	$(PIP) --no-build-isolation -e '.[data,native,serve,eval,dev]'
 	touch $(DEV)
 
 run: $(READY)

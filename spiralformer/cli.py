@@ -7,22 +7,30 @@ import argparse
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 from spiralformer import __version__
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, shown
 
 COMMANDS = {
     "data": "text to token shards, for training",
     "train": "train a model, or go on training it",
     "generate": "continue prompts with a trained model",
+    "serve": "an OpenAI-compatible server and a page to try a model in",
     "eval": "the paper's tables for checkpoints, ours or any Hugging Face causal language model",
     "probe": "what each iteration of a trained loop attends to: figures and a report",
     "study": "the paper's experiments at any scale: runs, tables, figures and verdicts",
     "count": "parameters, FLOPs, decode cost and cache size of a configuration",
+    "diagram": "an architecture as a picture, or as a page on which one picks a token",
     "bench": "speed and memory on the CPU beside peers",
     "import": "a GPT-NeoX (Pythia) folder to a model folder of ours",
     "export": "a model folder for those who do not have this package",
 }
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(message if len(message) <= 300 else f"{message[:300]}…")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -38,9 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         commands.add_parser(name, help=help, add_help=False)
     chosen = parser.parse_known_args(argv[:1])[0].command
     help = COMMANDS[chosen]
-    command = argparse.ArgumentParser(
-        prog=f"spiralformer {chosen}", description=help[0].upper() + help[1:] + "."
-    )
+    command = Parser(prog=f"spiralformer {chosen}", description=help[0].upper() + help[1:] + ".")
     module = importlib.import_module(f"spiralformer.commands.{chosen}")
     module.add_arguments(command)
     args = command.parse_intermixed_args(argv[1:])  # flags may stand anywhere
@@ -48,9 +54,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def require_bounded(args: argparse.Namespace) -> None:
+    """Numbers that a machine can count with. What else a number must be, its command says."""
+    for name, value in vars(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not -(2**63) <= number < 2**63:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} {shown(number)}: not a number of at most 2^63 - 1")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
+        require_bounded(args)
         return args.run(args) or 0
     except UserError as error:
         print(f"spiralformer {args.command}: error: {error}", file=sys.stderr)
@@ -58,6 +74,12 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"spiralformer {args.command}: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:  # of the system, where nobody could say more
+        if isinstance(error, BrokenPipeError) or error.filename is None:
+            raise
+        reason = f"{error.filename}: {error.strerror}"
+        print(f"spiralformer {args.command}: error: {reason}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader (head, less) has gone; nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

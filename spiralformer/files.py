@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line, shown
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
 PART = ".part"  # ends the name of what is not complete yet
+LARGEST = 1 << 26  # bytes of a file that is read at once, unless it may be larger
+LARGEST_YAML = 1 << 17  # bytes, and values: more takes seconds
+DEEPEST = 64  # lists and objects inside each other
+MOST_DIGITS = 40  # of a whole number
 CONFIGS = Path(__file__).parent / "configs"  # recipes and studies that come with the package
 
 
@@ -111,25 +123,124 @@ def _sync(path: Path) -> None:
 # ---------------------------------------------------------------------------- reading
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | Path, largest: int = LARGEST) -> str:
+    """The UTF-8 text of a file. A pipe would be waited for, a device may have no end: both are
+    refused, but for those that the shell itself passes."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            passed = str(path).startswith(("/dev/stdin", "/dev/fd/"))
+            if not passed and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UserError(f"{path}: not a file")
+            os.set_blocking(file.fileno(), True)
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            raise UserError(f"{path}: larger than {largest:,} bytes, the most that is read of it")
+        return content.decode()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not text, or a zero byte in the name
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"{path}: cannot be read: {reason}") from None
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path, largest: int = LARGEST) -> dict[str, Any]:
     """The JSON object that a file holds."""
-    try:
-        content = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
+    content = parse_json(read_text(path, largest), path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
     return content
+
+
+def read_record(path: str | Path, shape: type[T], largest: int = LARGEST) -> T:
+    """What a file of JSON holds, as a dataclass, a pydantic model or another type says it must
+    be."""
+    return checked(read_json(path, largest), shape, path)
+
+
+def parse_json(text: str | bytes, place: object) -> Any:
+    try:
+        content = json.loads(text, parse_int=_whole_number)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON: {first_line(error)}") from None
+    if not _bounded(content):
+        raise UserError(f"{place}: more than {DEEPEST} lists or objects inside each other")
+    return content
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds. Its size is that with all aliases written out."""
+    import yaml
+
+    loader = None
+    try:
+        loader = yaml.SafeLoader(read_text(path, LARGEST_YAML))
+        node = loader.get_single_node()
+        # Before the values are made: merges (<<) multiply what aliases stand for.
+        if not _bounded(node, LARGEST_YAML):
+            raise UserError(f"{path}: too deep, or its aliases stand for too much")
+        return None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: cannot be read ({reason})") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def checked(content: Any, shape: type[T], place: object) -> T:
+    """The content as the shape has it; the message names the field that does not fit."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(shape).validate_python(content)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise UserError(f"{place}: {first_mistake(error)}") from None
+
+
+def first_mistake(error: ValidationError, known: Sequence[str] = ()) -> str:
+    """Field, value and what is wrong with it; `known` are names that a wrong one may stand for."""
+    first = error.errors(include_url=False)[0]
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
+    place, problem = "".join(steps).removeprefix("."), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
+        return f"unknown field {shown(place)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    if first["type"] == "value_error" or isinstance(first["input"], (dict, list)):
+        return f"{place} {problem}".strip()
+    return f"{place} {shown(first['input'])}: {problem[0].lower()}{problem[1:]}"
+
+
+@functools.cache
+def _adapter(shape: type[T]) -> TypeAdapter[T]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(shape)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _bounded(content: Any, most: float = math.inf) -> bool:
+    """Whether it holds no more than so many values, and none too deep inside others. It does not
+    recurse, and stops counting there, however often YAML repeats a part."""
+    count, level = 0, [content]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for value in level:
+            value = getattr(value, "value", value)  # of a node of YAML
+            if isinstance(value, (dict, list, tuple)):
+                inner += value.values() if isinstance(value, dict) else value
+            if count + len(inner) > most:
+                return False
+        if not inner:
+            return True
+        count, level = count + len(inner), inner
+    return False
 
 
 def packaged_config(name: str) -> str:

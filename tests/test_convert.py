@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from spiralformer import SpiralConfig, SpiralFormer
+from spiralformer import ConfigError, SpiralConfig, SpiralFormer
+from spiralformer.convert import MAPPINGS, convert
 from spiralformer.errors import UserError
 from spiralformer.hf.neox import from_gpt_neox, to_gpt_neox
 from spiralformer.model_folder import CheckpointError, load_model, save_model
@@ -226,3 +227,76 @@ def test_commands_refuse_bad_input_and_overwrite_nothing(run_command, tmp_path):
         to_gpt_neox(from_gpt_neox(neox), taken)
     assert [path.name for path in taken.iterdir()] == ["work.txt"]
     assert not out.exists()
+
+
+# ---------------------------------------------------------------------------- dense → looped
+
+
+def dense_model(layers: int = 8, **changes) -> SpiralFormer:
+    torch.manual_seed(0)
+    model = SpiralFormer(
+        SpiralConfig(layout=str(layers), hidden_size=32, num_heads=4, vocab_size=131, **changes)
+    )
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            around = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            p.copy_(around + 0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+IDS = torch.randint(0, 131, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("layers", MAPPINGS)
+@pytest.mark.parametrize("layout", ["2+4x{1}+2", "0+8x{1}+0", "1+6x{1/4,1}+1", "2+3+1+2"])
+@pytest.mark.parametrize("topology", ["mesh", "none"])
+def test_a_loop_that_leaves_out_nothing_begins_as_the_dense_model(layers, layout, topology):
+    """With coarse iterations before it too, where they are written to the memory of MeSH."""
+    if topology == "none" and "/" in layout:
+        layout = "2+4x{1}+2"
+    dense = dense_model()
+    looped = convert(dense, layout, layers=layers, topology=topology)
+    with torch.no_grad():
+        torch.testing.assert_close(looped(IDS), dense(IDS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("step", [[2], [4], [7]]),
+        ("average", [[2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_the_core_is_made_of_the_layers_that_the_mapping_says(layers, expected):
+    dense = dense_model(10)
+    looped = convert(dense, "2+3x{1/2,1}+2", layers=layers)
+    for stack, numbers in (
+        (looped.pre, [[0], [1]]),
+        (looped.cores[0], expected),
+        (looped.post, [[8], [9]]),
+    ):
+        for block, sources in zip(stack.blocks, numbers, strict=True):
+            mean = sum(dense.pre.blocks[k].mlp.up.weight for k in sources) / len(sources)
+            torch.testing.assert_close(block.mlp.up.weight, mean)
+
+
+def test_a_converted_model_learns_and_its_coarse_iterations_too():
+    looped = convert(dense_model(), "2+3x{1/4,1/2,1}+2").train()
+    looped(IDS[:, :-1], IDS[:, 1:]).backward()
+    for name, p in looped.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        ("2+6x{1/2,1}+2", {}, "10 layers around and in a loop, and the dense model has 8"),
+        ("2+4x{1/2,1}+2", {"layers": "all"}, "layers 'all' is unknown; choose one of step"),
+        ("2+4x{1/2,1}+2", {"mesh_slots": 3}, "mesh_slots 3: .* 4 in all"),
+        ("8", {}, "asks for 8 layers around and in a loop"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        convert(dense_model(), layout, **changes)

@@ -683,7 +683,7 @@ def test_bad_sources_are_refused_by_name(tmp_path, capsys, name, data, message):
         (["a.txt"], "choose one of --tokenizer"),
         (["a.txt", "--tokenizer", "b/c/d"], "b/c/d: no such tokenizer"),
         (["a.txt", "--tokenizer", "a.txt"], "a.txt: not a tokenizer.json"),
-        (["a.txt", "--train-bpe", "100"], "vocabulary of 100 is too small"),
+        (["a.txt", "--train-bpe", "100"], "--train-bpe 100: a vocabulary is in 257"),
         (["a.txt", "--bytes", "--valid-fraction", "1"], "--valid-fraction 1.0"),
         (["a.txt", "--bytes", "--split-documents", "some"], "not one of auto, file"),
         (["a.txt", "--bytes", "--workers", "0"], "--workers 0"),

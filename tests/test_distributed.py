@@ -67,6 +67,24 @@ def test_two_processes_are_one_with_twice_the_micro_batches(alone, together):
     assert_close_runs(alone, together)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_leave_out_the_same_iterations(make, kind):
+    one, two = make(elastic=0.5), make(elastic=0.5, parallel=kind)
+    train(one, quiet=True)
+    assert in_processes(two, 2) == ([0, 0], [])
+    assert_close_runs(one, two)
+
+
+def test_muon_on_two_processes_is_muon_on_one(make):
+    """At a tenth of the learning rate: PyTorch orthogonalises in bfloat16, which makes the
+    rounding of a gradient's sum a part in 200 of an update."""
+    muon = {"optim__name": "muon", "optim__lr": 1e-3}
+    one, two = make(**muon), make(**muon)
+    train(one, quiet=True)
+    assert in_processes(two, 2) == ([0, 0], [])
+    assert_close_runs(one, two)
+
+
 def test_stopped_and_resumed_on_two_is_never_stopped(make, together):
     config = make(parallel=together.parallel)
     codes, _ = in_processes(config, 2, kill_at=6, with_signal=signal.SIGTERM)

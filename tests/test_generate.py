@@ -1,19 +1,33 @@
 """Laws of generation, and its command."""
 
+import io
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from spiralformer import SpiralConfig
+from spiralformer import SpiralConfig, load
 from spiralformer.cli import main
 from spiralformer.data.tokenizer import byte_tokenizer
-from spiralformer.decode import GREEDY, RequestError, Sampling, generate, stream
+from spiralformer.decode import (
+    GREEDY,
+    Batch,
+    RequestError,
+    Row,
+    Sampling,
+    StateError,
+    generate,
+    prefill,
+    step,
+    stream,
+)
 from spiralformer.decode.generate import TextStream, penalise, probabilities
-from spiralformer.model_folder import save_model
-from tests.strategies import VOCAB, build, tokens
+from spiralformer.model_folder import load_model, save_model
+from tests.strategies import VOCAB, build, configs, tokens
 
 CONFIG = SpiralConfig(
     layout="1+1x{1/4,1/3,1}+1", hidden_size=32, num_heads=4, vocab_size=VOCAB, max_length=96
@@ -68,6 +82,78 @@ def test_tokens_stream_one_at_a_time():
         seen.append(row)
         assert 0 <= token < VOCAB
     assert seen == [0, 1, 2] * 3
+
+
+def continue_in_turn(model, arrivals: dict[Row, int], cancelled: dict[Row, int]) -> None:
+    """Rows join before the step that is given for them, and are cancelled after so many tokens.
+    Each logit is compared with the forward pass over the row's whole text."""
+    batch, waiting, now = Batch(model), dict(arrivals), 0
+    while waiting or batch.rows:
+        batch.advance()
+        for row in [row for row, at in waiting.items() if at <= now]:
+            del waiting[row]
+            hidden, state = prefill(model, torch.tensor([row.prompt]), last=True)
+            batch.join([row], state, hidden[:, 0])
+        for row, _, logits in batch.choose():
+            text = torch.tensor([[*row.prompt, *row.new[:-1]]])
+            with torch.no_grad():
+                torch.testing.assert_close(logits, model(text)[0, -1], rtol=0, atol=1e-9)
+            if len(row.new) == cancelled.get(row):
+                row.ended = "cancelled"
+        now += 1
+
+
+def alone(model, row: Row) -> list[int]:
+    [new] = generate(model, [row.prompt], max_new_tokens=row.max_new_tokens, sampling=row.sampling)
+    return new
+
+
+@given(
+    configs(),
+    st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 14), st.integers(0, 12), st.integers(1, 20)),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_rows_that_join_and_leave_between_tokens_get_what_they_get_alone(config, rows):
+    """Each row: length of its prompt, of its answer, when it joins, and when it is cancelled."""
+    model = build(config)
+    arrivals, cancelled = {}, {}
+    for b, (length, count, at, end) in enumerate(rows):
+        row = Row(tokens(length, seed=b).tolist(), count, Sampling(1.2, top_k=9, seed=b))
+        arrivals[row], cancelled[row] = at, end
+    continue_in_turn(model, arrivals, cancelled)
+    for row, end in cancelled.items():
+        assert row.new == alone(model, row)[:end]
+        assert row.ended == ("max_new_tokens" if row.max_new_tokens < end else "cancelled")
+
+
+@pytest.mark.parametrize("shift", ["overlap", "parallel"])
+@pytest.mark.parametrize("left", range(6))
+@pytest.mark.parametrize("joined", range(6))
+def test_rows_join_and_leave_at_every_phase_of_every_chunk(joined, left, shift):
+    """Chunks of 3 and 2: a batch of any phase is joined by a row of any phase, and left."""
+    model = build(CONFIG.replace(layout="1+1x{1/3,1/2}+0", shift=shift))
+    first = Row(tokens(2).tolist(), joined + 1 + left)
+    second = Row(tokens(1 + left, seed=1).tolist(), 8)
+    continue_in_turn(model, {first: 0, second: joined}, {})
+    assert [first.new, second.new] == [alone(model, first), alone(model, second)]
+
+
+def test_a_joined_state_can_be_truncated_as_far_as_its_rows_could():
+    model, ids = build(CONFIG), tokens(2, 20)
+    _, state = prefill(model, ids[:1, :9], history=4)
+    _, other = prefill(model, ids[1:, :14], capacity=40)
+    state.join(other)
+    assert (state.lengths, state.oldest) == ([9, 14], [5, 14])
+    state.truncate(model, [6, 14])
+    texts = torch.cat((ids[0, :6], ids[1, :1])), torch.cat((ids[1, :14], ids[0, :1]))
+    out = model.head(step(model, state, torch.stack((ids[1, 0], ids[0, 0]))))
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(out[row], model(text[None])[0, -1].detach(), rtol=0, atol=1e-9)
+    with pytest.raises(StateError, match="another model"):
+        state.join(prefill(build(CONFIG.replace(offset="zero")), ids)[1])
 
 
 def test_the_cuts_keep_what_they_say():
@@ -146,6 +232,96 @@ def test_the_command_prints_the_continuation_and_its_speed(folder):
     assert b"tokens/s" in done.stderr
 
 
+GREEDILY = ["--max-new-tokens", "9", "--temperature", "0"]
+
+
+def test_a_prompt_is_the_same_wherever_it_comes_from(folder, tmp_path, run_command, monkeypatch):
+    """Given, of a file, of a file of lines, piped, or typed on a terminal."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def answer(*arguments: str, stdin: io.StringIO | None = None) -> str:
+        monkeypatch.setattr("sys.stdin", stdin or io.StringIO())
+        status, out, _ = run_command("generate", folder, *GREEDILY, *arguments)
+        assert status == 0
+        return out
+
+    one, two = (answer("--prompt", text) for text in ("def f", "né"))
+    assert one.startswith("def f")
+    assert one != "def f\n"
+    (tmp_path / "prompt").write_text("def f")
+    assert answer("--prompt-file", str(tmp_path / "prompt")) == one
+    assert answer(stdin=io.StringIO("def f\n")) == one
+    assert answer("--prompt", "def f", stdin=io.StringIO("another")) == one
+    (tmp_path / "prompts").write_text("def f\n\nné\n")
+    assert answer("--prompts-file", str(tmp_path / "prompts")) == f"── 'def f'\n{one}── 'né'\n{two}"
+    long = "x" * 97  # longer than the model's longest sequence: said, and the next line is read
+    typed = Terminal(f"def f\n\n{long}\nné\n")
+    assert answer(stdin=typed) == f"> {one}> > > {two}> "
+
+
+def test_json_lines_say_what_ended_each_sample(folder, tmp_path, run_command, monkeypatch):
+    prompts = [f"x{n}" for n in range(3)]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    given = ("--prompts-file", tmp_path / "prompts", "--samples", 2, "--seed", 5, "--json")
+
+    def records(*arguments) -> list[dict]:
+        status, out, _ = run_command("generate", folder, "--max-new-tokens", 6, *arguments)
+        assert status == 0
+        return [json.loads(line) for line in out.splitlines()]
+
+    together = records(*given)
+    assert [(r["prompt"], r["sample"]) for r in together] == [
+        (p, k) for p in prompts for k in (0, 1)
+    ]
+    assert together[0]["continuation"] != together[1]["continuation"]
+    for n, record in enumerate(together):  # each draws from a seed of its own
+        assert record["ended_by"] == "max_new_tokens"
+        alone = records("--prompt", record["prompt"], "--seed", 5 + n, "--json")
+        assert alone == [record | {"sample": 0}]
+    monkeypatch.setattr("spiralformer.commands.generate.ROWS", 4)
+    assert records(*given) == together
+    text = together[0]["continuation"]
+    [stopped] = records("--prompt", "x0", "--seed", 5, "--json", "--stop", text[1])
+    assert stopped["ended_by"] == "stop"
+    assert stopped["continuation"] == text[: text.index(text[1])]
+
+
+def test_the_end_of_the_longest_sequence_is_said(folder, run_command):
+    prompt = ("--prompt", "x" * 90)
+    _, _, said = run_command("generate", folder, *prompt, "--max-new-tokens", 7)
+    assert "longest sequence" not in said
+    _, _, said = run_command("generate", folder, *prompt, "--max-new-tokens", 8, "--ignore-eos")
+    assert "note: ended at the model's longest sequence, 96 tokens" in said
+    several = ("--prompt", "y", "--max-new-tokens", 8, "--ignore-eos", "--json")
+    _, out, said = run_command("generate", folder, *prompt, *several)
+    assert "note: 1 of 2 ended at the model's longest sequence" in said
+    ends = [json.loads(line)["ended_by"] for line in out.splitlines()]
+    assert ends == ["max_length", "max_new_tokens"]
+
+
+def test_end_of_text_ends_a_row_and_is_not_shown(folder, run_command):
+    """Also where the tokenizer does not call the token special."""
+    tokenizer, (new,) = byte_tokenizer(), generate(load_model(folder), [[120]], max_new_tokens=9)
+    end = tokenizer.backend.id_to_token(new[2])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    _, out, _ = run_command("generate", folder, *GREEDILY, "--prompt", "x", "--json")
+    before = new.index(new[2])
+    assert json.loads(out) == {
+        "prompt": "x",
+        "sample": 0,
+        "continuation": tokenizer.decode(new[:before]),
+        "new_tokens": before + 1,
+        "ended_by": "end_of_text",
+    }
+    said = load(folder).generate("x", max_new_tokens=9, temperature=0)
+    assert said == f"x{tokenizer.decode(new[:before])}"
+    _, out, _ = run_command("generate", folder, *GREEDILY, "--prompt", "x", "--ignore-eos")
+    assert out == f"x{tokenizer.decode(new)}\n"
+
+
 def test_a_tokenizer_file_of_any_name_becomes_the_folders_tokenizer(folder, tmp_path):
     named = tmp_path / "20B_tokenizer.json"
     named.write_bytes((folder / "tokenizer.json").read_bytes())
@@ -186,13 +362,16 @@ def test_a_damaged_checkpoint_is_said_in_a_line(folder, capsys, how, message):
     assert not out
 
 
-def test_wrong_arguments_are_said_in_a_line(folder, tmp_path, capsys):
+def test_wrong_arguments_are_said_in_a_line(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     for extra, message in (
         ([], "give a prompt"),
+        (["--prompt", "x", "--samples", "0"], "--samples 0 must be at least 1"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "x", "--top-p", "0"], "top_p 0.0 must be in (0, 1]"),
         (["--prompt-file", str(tmp_path / "nowhere")], "nowhere: no such file"),
-        (["--prompt", "x", "--device", "nowhere"], "--device nowhere"),
+        (["--prompt", "x", "--device", "nowhere"], "--device nowhere: cannot be used here"),
+        (["--prompt", "x", "--prompt", "x" * 97], "prompt 1 has 97 tokens"),
     ):
         assert main(["generate", str(folder), *extra]) == 2
         assert message in capsys.readouterr().err

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,53 +27,18 @@ from spiralformer.decode.native import NativeRunner
 from spiralformer.hf import SpiralCache, SpiralFormerConfig, SpiralFormerForCausalLM
 from spiralformer.hf.export import export
 from spiralformer.model_folder import load_model, save_model
+from tests.hf import (
+    GREEDY,
+    LAYOUTS,
+    PAPER,
+    RAGGED,
+    SMALL,
+    padded,
+    prompts,
+    tiny_tokenizer,
+    wrapped,
+)
 from tests.strategies import build
-
-transformers.utils.logging.disable_progress_bar()
-transformers.logging.set_verbosity_error()
-
-VOCAB, PAD = 61, 0
-SMALL = {"hidden_size": 16, "num_heads": 2, "vocab_size": VOCAB, "max_length": 128}
-SMALL |= {"intermediate_size": 24, "rotary_fraction": 0.5}
-LAYOUTS = {
-    "paper": {"layout": "1+1x{1/8,1/4,1/2,1}+1"},
-    "bare": {"layout": "0+1x{1/3,1}+0"},
-    "coarse": {"layout": "1+1x{1/5,1/2}+1", "downscale": "mean", "upscale": "uniform"},
-    "parallel": {"layout": "1+1x{1/4,1/2,1}+1", "shift": "parallel"},
-    "untied": {"layout": "1+1+1+1"},
-}
-PAPER = SpiralConfig(**LAYOUTS["paper"], **SMALL)
-GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD}
-
-
-def wrap(model: SpiralFormer, **fields) -> SpiralFormerForCausalLM:
-    wrapped = SpiralFormerForCausalLM(SpiralFormerConfig.from_spiral(model.config, **fields))
-    wrapped.to(model.embedding.weight.dtype).model.load_state_dict(model.state_dict())
-    return wrapped.eval()
-
-
-def wrapped(config: SpiralConfig = PAPER, dtype=torch.float64, **fields) -> SpiralFormerForCausalLM:
-    return wrap(build(config, dtype=dtype), **fields)
-
-
-def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    rng = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCAB, (n,), generator=rng).tolist() for n in lengths]
-
-
-def padded(rows: list[list[int]], side: str = "left", extra: int = 0) -> dict[str, torch.Tensor]:
-    """A batch of the rows, `extra` columns wider than it need be."""
-    width = max(map(len, rows)) + extra
-    ids = torch.full((len(rows), width), PAD)
-    mask = torch.zeros_like(ids)
-    for k, row in enumerate(rows):
-        where = slice(width - len(row), None) if side == "left" else slice(len(row))
-        ids[k, where], mask[k, where] = torch.tensor(row), 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-RAGGED = prompts(13, 1, 8, 21)
-
 
 # ---------------------------------------------------------------------------- generation
 
@@ -414,19 +378,6 @@ def test_a_new_model_starts_from_our_initialisation():
     assert all(torch.equal(ours[k], v) for k, v in theirs.model.state_dict().items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_vocabulary_can_be_resized(tmp_path, tied):
-    model = wrapped(PAPER.replace(tie_embeddings=tied), torch.float32)
-    ids = torch.tensor(prompts(20))
-    before = model(ids).logits
-    model.resize_token_embeddings(VOCAB + 7)
-    assert model.config.vocab_size == model.model.config.vocab_size == VOCAB + 7
-    torch.testing.assert_close(model(ids).logits[..., :VOCAB], before)
-    assert model(torch.tensor([[VOCAB + 6]])).logits.shape == (1, 1, VOCAB + 7)
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(load_model(tmp_path)(ids), model(ids).logits)
-
-
 # ---------------------------------------------------------------------------- training
 
 
@@ -442,17 +393,16 @@ def examples(*lengths: int) -> list[dict[str, torch.Tensor]]:
 
 def trainer(model, data, folder, **options) -> Trainer:
     options = {"per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, **options}
+    options.setdefault("save_strategy", "no")
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
         report_to="none",
-        save_strategy="no",
         disable_tqdm=True,
         learning_rate=0.05,
         lr_scheduler_type="constant",
-        optim="sgd",
         max_grad_norm=0.0,
-        **options,
+        **{"optim": "sgd", **options},
     )
     return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
 
@@ -502,23 +452,20 @@ def test_trainer_evaluates_predicts_and_smooths_labels(tmp_path):
     assert predicted.metrics["test_loss"] == pytest.approx(exact, abs=1e-4)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients():
-    model, ids = wrapped().train(), torch.tensor(prompts(30, 30))
-
-    def gradients():
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    plain = gradients()
-    model.gradient_checkpointing_enable()
-    assert model.is_gradient_checkpointing
-    blocks = []
-    model.model.cores[0].blocks[0].register_forward_pre_hook(lambda *_: blocks.append(1))
-    torch.testing.assert_close(gradients(), plain)
-    assert len(blocks) == 2 * PAPER.num_iterations
-    model.gradient_checkpointing_disable()
-    assert not model.is_gradient_checkpointing
+@pytest.mark.slow
+def test_a_trainer_that_was_stopped_goes_on_as_if_it_never_had_been(tmp_path):
+    data = examples(*range(1, 24))
+    whole, stopped, fresh = (wrapped(dtype=torch.float32) for _ in range(3))
+    save = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    wanted = losses(trainer(whole, data, tmp_path / "whole", **save))
+    losses(trainer(stopped, data, tmp_path / "stopped", **{**save, "max_steps": 2}))
+    run = trainer(fresh, data, tmp_path / "stopped", **save)
+    run.train(resume_from_checkpoint=True)
+    found = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert run.state.global_step == 4
+    assert found == wanted
+    for a, b in zip(whole.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_lora_trains_its_adapters_alone_and_decodes_with_them(tmp_path):
@@ -556,22 +503,6 @@ def test_lora_trains_its_adapters_alone_and_decodes_with_them(tmp_path):
 # ---------------------------------------------------------------------------- tools
 
 
-def tiny_tokenizer(path) -> Tokenizer:
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    text = ["a loop runs coarse to fine", "each chunk is one latent of the loop"] * 20
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    found.train_from_iterator(
-        text,
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    found.save(str(path))
-    return found
-
-
 @pytest.fixture
 def spoken(tmp_path):
     """A model folder with a tokenizer."""
@@ -591,6 +522,50 @@ def test_the_pipeline_writes_what_our_generate_writes(spoken, caplog):
     ids = tokenizer.encode(text).ids
     new = generate(load_model(spoken), [ids], max_new_tokens=12, stop_ids=[0])[0]
     assert found == tokenizer.decode(ids + new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True])
+def test_trl_tunes_on_the_loss_of_our_model(spoken, tmp_path, adapters):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(spoken, eos_token="<eos>", pad_token="<eos>")
+    texts = ["a loop runs coarse to fine", "each chunk is one latent of the loop"]
+    model = AutoModelForCausalLM.from_pretrained(spoken)
+    inputs = tokenizer([text + "<eos>" for text in texts], return_tensors="pt", padding=True)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    first = model(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels
+    ).loss.item()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        peft_config=LoraConfig(r=4, target_modules=["qkv", "mlp.up"]) if adapters else None,
+        args=SFTConfig(
+            output_dir=str(tmp_path / "tuned"),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            learning_rate=0.05,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    found = losses(run)
+    assert len(found) == 2
+    assert found[0] == pytest.approx(first, rel=1e-4)
+    assert found[1] < found[0]
+    kept = [
+        torch.equal(before[name.replace("base_layer.", "")], value)
+        for name, value in model.state_dict().items()
+        if "lora_" not in name
+    ]
+    assert all(kept) if adapters else not all(kept)
 
 
 WITHOUT_PACKAGE = """
@@ -645,15 +620,11 @@ def test_an_exported_folder_generates_the_same_where_the_package_is_not_installe
         ({"num_beams": 4, "num_beam_groups": 2}, "mode 'group_beam_search' is not supported"),
         ({"dola_layers": "low"}, "mode 'dola_generation' is not supported"),
         ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"inputs_embeds": torch.zeros(1, 3, 16)}, "cannot start from inputs_embeds"),
     ],
 )
 def test_generation_that_cannot_work_is_refused(options, message):
-    model = wrapped()
-    inputs = {} if "inputs_embeds" in options else {"input_ids": torch.tensor(prompts(9))}
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        model.generate(**inputs, **{**GREEDY, **options})
+        wrapped().generate(torch.tensor(prompts(9)), **{**GREEDY, **options})
 
 
 def test_continuous_batching_is_refused():
@@ -692,17 +663,20 @@ def test_masks_and_caches_that_contradict_are_refused():
         model(new[:2], past_key_values=cache)
     with pytest.raises(decode.StateError, match="another model"):
         wrapped(PAPER.replace(layout="2+1x{1/2,1}+1"))(new, past_key_values=cache)
-    with pytest.raises(decode.StateError, match=r"cannot be truncated to 12.*history=1 or more"):
+    with pytest.raises(ValueError, match=r"cannot be cropped.*activate_past_recording\(\)"):
         cache.crop(-1)
+    with pytest.raises(ValueError, match="minus the number of tokens"):
+        cache.crop(5)
+    with pytest.raises(NotImplementedError, match="filled by SpiralFormerForCausalLM"):
+        cache.update(None, None, 0)
 
 
 def test_forward_refuses_what_it_would_have_to_ignore():
     model, ids = wrapped(), torch.tensor(prompts(9))
-    for option in ("output_attentions", "output_hidden_states", "token_type_ids"):
-        with pytest.raises(ValueError, match=f"does not support {option}"):
-            model(ids, **{option: True})
-        model(ids, **{option: None})
+    with pytest.raises(ValueError, match="does not support token_type_ids"):
+        model(ids, token_type_ids=torch.zeros_like(ids))
+    model(ids, token_type_ids=None)
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="cannot be used with a cache"):
-        model(inputs_embeds=torch.zeros(1, 3, 16, dtype=torch.float64), use_cache=True)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(ids, inputs_embeds=torch.zeros(1, 9, 16, dtype=torch.float64))

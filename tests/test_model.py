@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spiralformer import SpiralConfig, SpiralFormer, costs, reference
-from spiralformer.config import allow_shifts_that_leak_the_future
+from spiralformer.accounting import parameters
+from spiralformer.config import ConfigError, allow_shifts_that_leak_the_future
+from spiralformer.decode import Sampling, generate
 from spiralformer.model.blocks import attend_in_blocks
 from spiralformer.model.loss import CHUNK, IGNORE, linear_cross_entropy, token_losses
 from tests.strategies import VOCAB, build, configs, tokens
 
 SMALL = {"hidden_size": 32, "num_heads": 4, "vocab_size": 97, "max_length": 128}
+GREEDY = Sampling(temperature=0)
 PAPER_B = SpiralConfig(layout="1+2x{1/8,1/4,1/2,1}+1", **SMALL)
 
 
@@ -82,6 +85,31 @@ def test_fast_path_equals_the_oracle_with_gradients(config, length, seed):
         zero = torch.zeros((), dtype=torch.float64)
         difference = (grad if grad is not None else zero) - (other if other is not None else zero)
         assert difference.abs().max() < 1e-10 * scale, name
+
+
+@given(configs(), st.data())
+def test_some_iterations_of_a_model_are_a_model(config, data):
+    """The same from the whole model and from the part, which is one of the family; all iterations
+    are the plain model, bit for bit."""
+    whole, ids = build(config), tokens(2, 20)
+    *coarse, last = range(config.num_iterations)
+    kept = [t for t in coarse if data.draw(st.booleans())] + [last]
+    part = whole.with_iterations(kept)
+    with torch.no_grad():
+        assert torch.equal(whole(ids, kept=kept), part(ids))
+        torch.testing.assert_close(part(ids)[0], reference.logits(part, ids[0]), rtol=0, atol=1e-10)
+        assert torch.equal(whole(ids, kept=range(config.num_iterations)), whole(ids))
+    assert parameters(part.config).total == sum(p.numel() for p in part.parameters())
+    assert {*part.parameters()} <= {*whole.parameters()}
+    new = generate(part, [[1, 2, 3]], max_new_tokens=20, sampling=GREEDY)[0]
+    logits = part(torch.tensor([[1, 2, 3, *new]]))
+    assert new == logits[0, 2:-1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kept", [[], [0], [3, 1], [1, 1, 3], [-1, 3], [0, 3, 4]])
+def test_iterations_without_the_last_or_out_of_order_are_refused(kept):
+    with pytest.raises(ConfigError, match="rising numbers of 0 … 3, the last of them 3"):
+        PAPER_B.with_iterations(kept)
 
 
 @pytest.mark.parametrize("offset", ["half", "zero"])

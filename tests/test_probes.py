@@ -26,7 +26,7 @@ from spiralformer.errors import UserError
 from spiralformer.model.operators import DOWNSCALE, UPSCALE, causal_shift, to_grid
 from spiralformer.model_folder import save_model
 from spiralformer.plots import to_bytes
-from spiralformer.probes import capture, diagram, measure, metrics, page
+from spiralformer.probes import capture, measure, metrics, page
 from spiralformer.probes import figures as drawings
 from spiralformer.probes import sequences as windows
 from spiralformer.probes.capture import attention_rows, mesh_routing, watching
@@ -667,34 +667,6 @@ def test_names_with_markup_cannot_break_the_page(compared):
     assert "<b>&me" not in page.html(numbers, {})
 
 
-@settings(max_examples=30)
-@given(configs(max_chunk=20))
-def test_the_diagram_reads_only_complete_chunks_and_is_well_formed(config):
-    for iteration in config.iterations:
-        for i in range(50):
-            j = diagram.reads(iteration, i)
-            if i < iteration.shift:
-                assert j is None
-            else:
-                members = [k for k in range(100) if (k + iteration.offset) // iteration.chunk == j]
-                assert i - iteration.shift in members
-                assert members[-1] <= i  # complete when it is read
-    root = ElementTree.fromstring(diagram.svg(config))
-    assert root.tag.endswith("svg")
-
-
-def test_the_diagram_tells_the_papers_example():
-    config = SPIRAL.replace(layout="1+1x{1/8,1/4,1/2,1}+1", offset="zero")
-    said = diagram.describe(config, 7)
-    assert said == (
-        "Token 7 reads chunk 0 (tokens 0–7) at iteration 0, chunk 1 (tokens 4–7) at iteration 1, "
-        "chunk 3 (tokens 6–7) at iteration 2, itself at iteration 3. "
-        "Decoding it runs the core of iterations 0, 1, 2, 3."
-    )
-    assert "nothing yet at iteration 0" in diagram.describe(config, 6)
-    assert diagram.describe(config, 6).endswith("Decoding it runs the core of iteration 3.")
-
-
 def test_a_probe_is_one_class_and_a_figure_one_function(place, tmp_path, monkeypatch):
     """Nothing else is touched for it to be measured, kept, drawn and shown."""
     monkeypatch.setattr(measure, "PROBES", {**measure.PROBES})
@@ -828,7 +800,7 @@ def test_the_standard_library_is_always_there(place, monkeypatch):
     ("arguments", "message"),
     [
         (["spiral"], "say where to write with --out DIR"),
-        ([], "name a model folder to probe, or --redraw DIR"),
+        ([], "name the folder of a model or of a run to probe"),
         (["nowhere", "--out", "out"], "nowhere: no such folder"),
         (["spiral", "--out", "out", "--samples", "0"], "--samples 0 must be at least 1"),
         (["spiral", "--out", "out", "--length", "1"], "--length 1 must be at least 2"),

@@ -599,4 +599,4 @@ def test_a_malformed_study_is_refused_by_field(change, said, tmp_path, capsys):
 def test_damaged_records_are_refused_by_field(tmp_path, capsys):
     (tmp_path / "records.json").write_text(json.dumps({"study": "main"}))
     assert main(["study", "main", "--redraw", "--out", str(tmp_path)]) == 2
-    assert "title field required" in capsys.readouterr().err.lower()
+    assert "title is missing" in capsys.readouterr().err.lower()

@@ -1,4 +1,4 @@
-"""`spiralformer bench [train prefill decode memory growth]`"""
+"""`spiralformer bench [train prefill decode memory growth serve]`"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ BENCHMARKS = {
     "decode": "decoding: one sequence, a ragged batch of 8, one after a long context",
     "memory": "peak of a training step, bytes of a decode state",
     "growth": "speed at several lengths",
+    "serve": "servers with 1, 8 and 32 clients",
 }
 DTYPES = ["float32", "bfloat16"]
 RUNNERS = ["native", "eager", "hf"]

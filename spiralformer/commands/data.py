@@ -13,6 +13,7 @@ from spiralformer.errors import UserError
 
 RECORDS = ", ".join(suffix for suffix, kind in KINDS.items() if kind != "text")
 TEXTS = ", ".join(suffix for suffix, kind in KINDS.items() if kind == "text")
+MOST_WORKERS = 1024
 EPILOG = f"""\
 sources: a file, a folder, hf:NAME[,CONFIG][:SPLIT] (a Hugging Face dataset) or
 stdlib (the standard library of this Python). Records with a field of text:
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> None:
         return _verify(args.verify)
     if not args.sources or not args.out:
         raise UserError("name a source and --out DIR (or --verify DIR); see --help")
-    if args.workers is not None and args.workers < 1:
-        raise UserError(f"--workers {args.workers}: at least 1 is needed")
+    if args.workers is not None and not 1 <= args.workers <= MOST_WORKERS:
+        raise UserError(f"--workers {args.workers}: not in 1 … {MOST_WORKERS:,}")
 
     from spiralformer.data.prepare import Recipe, prepare
 

@@ -72,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--jobs {args.jobs}: at least 1 is needed")
     if args.tasks and args.data_dir is None:
         raise UserError("--tasks needs --data-dir DIR, as `spiralformer eval` does")
+    if args.tasks:
+        from spiralformer.evaluate.run import require_packages
+
+        require_packages()
     if args.data and args.corpus:
         raise UserError("--data and --corpus: give one of them")
     if args.runs and args.name != "compare":

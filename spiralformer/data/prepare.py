@@ -18,19 +18,35 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import NonNegativeInt
 
 from spiralformer.data.shards import (
+    LARGEST_MANIFEST,
     MANIFEST,
+    ShardRecord,
     append_documents,
     file_record,
     finish_shards,
     manifest_text,
     read_manifest,
 )
-from spiralformer.data.sources import ReadOptions, Source, document_size, read_documents
-from spiralformer.data.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from spiralformer.data.sources import (
+    LONGEST_DOCUMENT,
+    ReadOptions,
+    Source,
+    document_size,
+    read_documents,
+)
+from spiralformer.data.tokenizer import (
+    LARGEST_BPE,
+    SMALLEST_BPE,
+    TextTokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from spiralformer.errors import UserError
-from spiralformer.files import locked, read_json, write_json, write_text, writing
+from spiralformer.files import locked, read_record, write_json, write_text, writing
 
 SPLITS = ("train", "valid")
 PROGRESS = "progress.json"
@@ -61,19 +77,35 @@ class Recipe:
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is not in 0 … 2^63 - 1")
         document_size(self.split_documents)
+        if self.bpe is not None and not SMALLEST_BPE <= self.bpe <= LARGEST_BPE:
+            raise UserError(
+                f"--train-bpe {self.bpe}: a vocabulary is in {SMALLEST_BPE} … {LARGEST_BPE:,}"
+            )
 
 
 @dataclass
 class State:
-    """Up to where everything is on disk: the contents of `progress.json`."""
+    """Up to where everything is on disk."""
 
-    source: int = 0  # sources before this one are finished
-    document: int = 0  # and so many documents of this one
-    empty: int = 0
-    skipped: int = 0
-    shards: dict[str, list[dict[str, Any]]] = field(
+    source: NonNegativeInt = 0  # sources before this one are finished
+    document: NonNegativeInt = 0  # and so many documents of this one
+    empty: NonNegativeInt = 0
+    skipped: NonNegativeInt = 0
+    shards: dict[str, list[ShardRecord]] = field(
         default_factory=lambda: {split: [] for split in SPLITS}
     )
+
+    def __post_init__(self) -> None:
+        if set(self.shards) != set(SPLITS):
+            raise ValueError(f"shards must be of {' and '.join(SPLITS)}")
+
+
+@dataclass
+class Unfinished:
+    """The contents of `progress.json`."""
+
+    settings: dict[str, Any]
+    state: State
 
 
 def in_validation(text: bytes, recipe: Recipe) -> bool:
@@ -104,7 +136,7 @@ def prepare(
         return finished
 
     partial = out.with_name(out.name + ".partial")
-    options = ReadOptions(recipe.text_field, recipe.split_documents, skip_bad)
+    options = ReadOptions(recipe.text_field, recipe.split_documents, skip_bad, LONGEST_DOCUMENT)
     with (
         writing(partial, "run the same command again to go on, or choose another --out"),
         locked(partial / LOCK, "writing", "wait for it, or choose another --out"),
@@ -114,7 +146,7 @@ def prepare(
             if tokenizer is None:
                 tokenizer = _trained_tokenizer(partial, sources, options, recipe, notice)
             tokenizer.save(partial)
-            batches = _batches(sources, options, state)
+            batches = _batches(sources, replace(options, notice=notice), state)
             with closing(_encoded(batches, tokenizer, recipe, workers)) as encoded:
                 _write(partial, settings, state, encoded, report)
             if not state.shards["train"]:
@@ -327,12 +359,12 @@ def _resumed(partial: Path, settings: dict[str, Any], notice: Callable[[str], No
     if not (partial / PROGRESS).exists():
         write_json(partial / PROGRESS, {"settings": settings, "state": vars(State())})
         return State()
-    record = read_json(partial / PROGRESS)
-    if differences := _differences(record["settings"], settings):
+    record = read_record(partial / PROGRESS, Unfinished, LARGEST_MANIFEST)
+    if differences := _differences(record.settings, settings):
         raise UserError(
             f"{partial} is an unfinished run made otherwise ({differences}); finish it or remove it"
         )
-    state = State(**record["state"])
+    state = record.state
     done = sum(shard["documents"] for split in SPLITS for shard in state.shards[split])
     notice(f"going on from {partial}: {done:,} documents are done")
     return state
@@ -347,9 +379,12 @@ def _manifest(
     for split in SPLITS:
         shards = state.shards[split]
         files += finish_shards(partial, tokenizer.dtype, shards)
-        counts = ("documents", "tokens", "bytes")
-        totals = {count: sum(shard[count] for shard in shards) for count in counts}
-        splits[split] = {**totals, "shards": shards}
+        splits[split] = {
+            "documents": sum(shard["documents"] for shard in shards),
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "bytes": sum(shard["bytes"] for shard in shards),
+            "shards": shards,
+        }
     return {
         "format": "spiralformer token shards",
         "version": 1,

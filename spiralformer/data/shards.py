@@ -23,12 +23,14 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
+from typing_extensions import TypedDict
 
 from spiralformer.errors import UserError
-from spiralformer.files import read_text
+from spiralformer.files import checked, parse_json, read_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -36,6 +38,7 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 30  # bytes: it has a line for each source
 SHARD_TOKENS = 1 << 30  # after so many a new shard is begun
 
 
@@ -169,6 +172,54 @@ def find_shards(path: str | Path) -> list[Shard]:
 # ---------------------------------------------------------------- folders with a manifest
 
 
+class ShardRecord(TypedDict):
+    """How much of a shard counts."""
+
+    name: Annotated[str, Field(pattern=r"^(train|valid)-[0-9]{5,9}$")]
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    bytes: NonNegativeInt
+
+
+class SplitRecord(TypedDict):
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    bytes: NonNegativeInt
+    shards: list[ShardRecord]
+
+
+class SplitRecords(TypedDict):
+    train: SplitRecord
+    valid: SplitRecord
+
+
+class TokenizerRecord(TypedDict):
+    origin: str
+    vocab_size: NonNegativeInt
+    eot: str
+    eot_id: NonNegativeInt
+
+
+class FileRecord(TypedDict):
+    size: NonNegativeInt
+    sha256: str
+
+
+FileName = Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)]
+
+
+class Manifest(TypedDict):
+    """What is asked of a manifest; it says more."""
+
+    tokenizer: TokenizerRecord
+    dtype: str
+    splits: SplitRecords
+    empty_documents: NonNegativeInt
+    skipped_documents: NonNegativeInt
+    settings: dict[str, Any]
+    files: dict[FileName, FileRecord]
+
+
 def manifest_text(manifest: dict[str, Any]) -> str:
     """With a checksum of itself, so that a flipped byte in the manifest shows as well."""
     body = json.dumps(manifest, indent=1)
@@ -180,19 +231,19 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise UserError(f"{path}: no such file; make the folder with spiralformer data")
-    text = read_text(path)
+    text = read_text(path, LARGEST_MANIFEST)
     try:
-        manifest = json.loads(text)
-        manifest.pop("checksum")
-        intact = manifest_text(manifest) == text
-    except (ValueError, KeyError, TypeError, AttributeError):
+        manifest = parse_json(text, path)
+        intact = manifest.pop("checksum") and manifest_text(manifest) == text
+    except (UserError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
         raise UserError(f"{path}: damaged (its checksum does not hold); prepare the data anew")
+    checked(manifest, Manifest, path)
     return manifest
 
 
-def file_record(path: Path) -> dict[str, Any]:
+def file_record(path: Path) -> FileRecord:
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"size": path.stat().st_size, "sha256": sha256}
@@ -240,7 +291,7 @@ def write_index(path: Path, sizes: np.ndarray, dtype: np.dtype) -> None:
 def append_documents(
     folder: Path,
     split: str,
-    shards: list[dict[str, Any]],
+    shards: list[ShardRecord],
     documents: list[np.ndarray],
     text_bytes: int,
 ) -> None:
@@ -278,7 +329,7 @@ def _write_from(path: Path, count: int, array: np.ndarray) -> None:
         os.fsync(file.fileno())
 
 
-def finish_shards(folder: Path, dtype: np.dtype, shards: list[dict[str, Any]]) -> Iterator[Path]:
+def finish_shards(folder: Path, dtype: np.dtype, shards: list[ShardRecord]) -> Iterator[Path]:
     """Writes the index of each shard; yields the files of the shards."""
     for shard in shards:
         tokens, index = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".idx"))

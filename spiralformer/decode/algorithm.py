@@ -57,7 +57,8 @@ def extend(
     last: bool = False,
     runner: Runner = EAGER,
 ) -> Tensor:
-    """Advances row b by the first `lengths[b]` of its tokens ids (B, M); default all of them.
+    """Advances row b by the first `lengths[b]` of its tokens ids (B, M); default all of them. Their
+    embeddings (B, M, D), as `model.embed` gives them, can stand in their place.
 
     Returns the normalised output states (B, M, D); apply `runner.head` where logits are wanted.
     What stands at padded places means nothing. With `last`, only that of each row's last new token
@@ -66,14 +67,15 @@ def extend(
     new = [ids.shape[1]] * ids.shape[0] if lengths is None else [int(n) for n in lengths]
     _check(model, state, ids, new)
     width = max(new, default=0)
-    ids, padding = ids[:, :width], ids.shape[1] - width
+    padding = ids.shape[1] - width
+    x = ids[:, :width] if ids.dim() == 3 else model.embed(ids[:, :width])
     if not width:
-        return F.pad(model.embed(ids), (0, 0, 0, padding))
+        return F.pad(x, (0, 0, 0, padding))
     state.reserve(max(map(sum, zip(state.lengths, new, strict=True))))
     at = None
     if last and width > 1:
         at = torch.tensor([max(n - 1, 0) for n in new], device=ids.device)
-    hidden = _advance(model, state, model.embed(ids), new, runner, at)
+    hidden = _advance(model, state, x, new, runner, at)
     return F.pad(hidden, (0, 0, 0, padding)) if padding and not last else hidden
 
 

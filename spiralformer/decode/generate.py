@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from spiralformer.decode.algorithm import extend, step
-from spiralformer.decode.runner import Runner, RunnerName, runner_for
+from spiralformer.decode.runner import EAGER, Runner, RunnerName, runner_for
 from spiralformer.decode.state import DecodeState
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
@@ -82,6 +83,102 @@ def choose(logits: Tensor, seen: Sequence[int], sampling: Sampling, rng: torch.G
     return int(torch.multinomial(probabilities(logits.cpu(), sampling), 1, generator=rng))
 
 
+# ---------------------------------------------------------------------------- rows
+
+
+Ending = Literal["end_of_text", "stop", "max_new_tokens", "max_length"]
+
+
+def ending(
+    longest: int,
+    prompt_length: int,
+    new: list[int],
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+) -> Ending | None:
+    """What ends a row with these new tokens, if anything does: a token of `stop_ids`, `stop` of the
+    new tokens, their number, or that the model's longest sequence is full."""
+    if new[-1] in stop_ids:
+        return "end_of_text"
+    if stop is not None and stop(new):
+        return "stop"
+    if len(new) >= max_new_tokens:
+        return "max_new_tokens"
+    read = prompt_length + len(new) - 1  # the newest token is not read yet
+    return "max_length" if read >= longest else None
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence to be continued: what was asked for, and what has come of it."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    stop_ids: Sequence[int] = ()
+    stop: Callable[[list[int]], bool] | None = None
+    new: list[int] = field(default_factory=list)
+    ended: str = ""  # why: an `Ending`, or what another says who ends it
+
+    def __post_init__(self) -> None:
+        self.rng = torch.Generator().manual_seed(self.sampling.seed)
+
+    def push(self, logits: Tensor, most: int) -> int:
+        """Chooses its next token from the logits (V); `most` is the longest sequence."""
+        text = [*self.prompt, *self.new]
+        token = choose(logits, text, self.sampling, self.rng)
+        self.new.append(token)
+        limits = self.max_new_tokens, self.stop_ids, self.stop
+        self.ended = ending(most, len(self.prompt), self.new, *limits) or ""
+        return token
+
+
+class Batch:
+    """Rows that are continued together, and join and leave between tokens: `advance`, `join`,
+    `choose`, and again. What a row gets never depends on the others."""
+
+    def __init__(self, model: SpiralFormer, runner: Runner = EAGER) -> None:
+        self.model, self.runner = model, runner
+        self.rows: list[Row] = []
+        self.state: DecodeState | None = None
+        self.hidden: Tensor | None = None  # R D: the output at each row's last token
+
+    def join(self, rows: Sequence[Row], state: DecodeState, hidden: Tensor) -> None:
+        """Takes in rows whose prompts a state has read, with the outputs (R, D) at their ends."""
+        if self.state is None or self.hidden is None:
+            self.rows, self.state, self.hidden = list(rows), state, hidden
+            return
+        self.state.join(state)
+        self.rows, self.hidden = [*self.rows, *rows], torch.cat((self.hidden, hidden))
+
+    @torch.no_grad()
+    def choose(self) -> Iterator[tuple[Row, int, Tensor]]:
+        """The next token of each row, and the logits (V) that it was chosen from."""
+        if self.hidden is not None:
+            logits = self.runner.head(self.model, self.hidden)  # R V
+            for row, each in zip(self.rows, logits, strict=True):
+                if row.ended:  # by another, since the last token
+                    continue
+                yield row, row.push(each, self.model.config.max_length), each
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Lets go of the rows that have ended, and reads the newest token of each other."""
+        going = [k for k, row in enumerate(self.rows) if not row.ended]
+        if not going or self.state is None:
+            self.rows, self.state, self.hidden = [], None, None
+            return
+        if len(going) < len(self.rows):
+            self.state.reorder(going)
+            self.rows = [self.rows[k] for k in going]
+        newest = torch.tensor([row.new[-1] for row in self.rows], device=self.state.pre.device)
+        self.hidden = step(self.model, self.state, newest, self.runner)
+
+
+# ---------------------------------------------------------------------------- whole batches
+
+
 @torch.no_grad()
 def stream(
     model: SpiralFormer,
@@ -95,49 +192,49 @@ def stream(
 ) -> Iterator[tuple[int, int]]:
     """Yields (row, token) as the tokens are found.
 
-    A row ends after a token of `stop_ids`, when `stop(its new tokens)` is true, after
-    `max_new_tokens`, or when the model's longest sequence is full; ended rows cost nothing more.
-    `runner` is what runs the stacks (see `runner_for`).
+    Rows end as `ending` says, each by itself; ended rows cost nothing more. `runner` is what runs
+    the stacks (see `runner_for`).
     """
     check_prompts(model, prompts, max_new_tokens)
-    device, most = model.embedding.weight.device, model.config.max_length
-    texts = [list(prompt) for prompt in prompts]
+    rows = [
+        Row(prompt, max_new_tokens, replace(sampling, seed=sampling.seed + b), stop_ids, stop)
+        for b, prompt in enumerate(prompts)
+    ]
     lengths = [len(prompt) for prompt in prompts]
-    rngs = [torch.Generator().manual_seed(sampling.seed + b) for b in range(len(prompts))]
-    longest = max(lengths)
-    room = min(longest + max_new_tokens, most)
-    runner = runner_for(model, runner, rows=len(prompts), tokens=max_new_tokens, capacity=room)
-    capacity = max(min(room, 2 * longest + 256), runner.capacity)
-    state = DecodeState.empty(model, len(prompts), capacity)
-    ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
-    hidden = extend(model, state, ids, lengths, last=True)[:, 0]  # B D
-    live = list(range(len(prompts)))  # state row k holds texts[live[k]]
-    while True:
-        logits = runner.head(model, hidden)  # B V
-        going = []
-        for k, b in enumerate(live):
-            token = choose(logits[k], texts[b], sampling, rngs[b])
-            texts[b].append(token)
-            new = texts[b][lengths[b] :]
-            full = len(new) >= max_new_tokens or state.lengths[k] >= most
-            if not (full or token in stop_ids or (stop is not None and stop(new))):
-                going.append(k)
-            yield b, token
-        if not going:
-            return
-        if len(going) < len(live):
-            state.reorder(going)
-            live = [live[k] for k in going]
-        newest = torch.tensor([texts[b][-1] for b in live], device=device)
-        hidden = step(model, state, newest, runner)
+    room = min(max(lengths) + max_new_tokens, model.config.max_length)
+    runner = runner_for(model, runner, rows=len(rows), tokens=max_new_tokens, capacity=room)
+    capacity = max(min(room, 2 * max(lengths) + 256), runner.capacity)
+    state = DecodeState.empty(model, len(rows), capacity)
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+    hidden = extend(model, state, ids.to(state.pre.device), lengths, last=True)[:, 0]  # B D
+    batch, number = Batch(model, runner), {row: b for b, row in enumerate(rows)}
+    batch.join(rows, state, hidden)
+    while batch.rows:
+        yield from ((number[row], token) for row, token, _ in batch.choose())
+        batch.advance()
 
 
 def generate(
-    model: SpiralFormer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options
+    model: SpiralFormer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    runner: Runner | RunnerName = "auto",
 ) -> list[list[int]]:
-    """The new tokens of each prompt. Options as for `stream`."""
+    """The new tokens of each prompt, as `stream` yields them."""
     new: list[list[int]] = [[] for _ in prompts]
-    for row, token in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
+    for row, token in stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        stop=stop,
+        runner=runner,
+    ):
         new[row].append(token)
     return new
 

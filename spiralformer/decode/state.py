@@ -188,6 +188,14 @@ class IterationState:
         for name in ("latents", "allocations", "recent"):
             setattr(self, name, getattr(self, name)[rows])
 
+    def join(self, other: IterationState) -> None:
+        behind = lambda one, more: torch.cat((one, more))
+        self.cache = torch.cat((self.cache, other.cache), 2)
+        self.down = map_state(self.down, behind, other.down)
+        self.up = map_state(self.up, behind, other.up)
+        for name in ("latents", "allocations", "recent"):
+            setattr(self, name, behind(getattr(self, name), getattr(other, name)))
+
     def truncate(self, model: SpiralFormer, lengths: Sequence[int], wanted: Sequence[int]) -> None:
         """The chunks under way are pooled anew from the recent states, and the latents move back
         into place. Rows that lose nothing keep what they have."""
@@ -270,6 +278,11 @@ class DecodeState:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether anything but keys and values is kept of the past."""
+        return any(part.iteration.chunk > 1 or part.iteration.latents_kept for part in self.loop)
+
     def advance(self, new: Sequence[int]) -> None:
         """Row b has seen `new[b]` tokens more."""
         self.lengths = [length + n for length, n in zip(self.lengths, new, strict=True)]
@@ -287,7 +300,10 @@ class DecodeState:
             raise StateError(f"{length} tokens are more than the model's max_length {longest}")
         if length <= self.capacity:
             return
-        self.capacity = min(max(length, 2 * self.capacity), longest)
+        self._widen(min(max(length, 2 * self.capacity), longest))
+
+    def _widen(self, capacity: int) -> None:
+        self.capacity = capacity
         wider = lambda cache, places: F.pad(cache, (0, 0, 0, places - cache.shape[4]))
         self.pre, self.post = wider(self.pre, self.capacity), wider(self.post, self.capacity)
         for part in self.loop:
@@ -314,6 +330,20 @@ class DecodeState:
         for part in self.loop:
             part.reorder(index)
 
+    def join(self, other: DecodeState) -> None:
+        """Takes the rows of another state of this model in, behind its own; the other is used up.
+        Rows may be anywhere in their chunks."""
+        if other.config != self.config:
+            raise StateError("a state of another model cannot join")
+        for state, peer in ((self, other), (other, self)):
+            state.keep_history(peer.history)
+            state._widen(max(state.capacity, peer.capacity))
+        self.lengths, self.oldest = self.lengths + other.lengths, self.oldest + other.oldest
+        self.pre = torch.cat((self.pre, other.pre), 2)
+        self.post = torch.cat((self.post, other.post), 2)
+        for part, more in zip(self.loop, other.loop, strict=True):
+            part.join(more)
+
     def fork(self, times: int = 1) -> DecodeState:
         """A copy that goes its own way, with every row `times` over, side by side."""
         copy = replace(self, loop=[replace(part) for part in self.loop])
@@ -330,7 +360,8 @@ class DecodeState:
         for row, (new, now, oldest) in enumerate(
             zip(wanted, self.lengths, self.oldest, strict=True)
         ):
-            if not 0 <= new <= now or (new < oldest and new != 0):
+            known = new >= oldest or new == 0 or not self.needs_history
+            if not 0 <= new <= now or not known:
                 raise StateError(
                     f"row {row} of {now} tokens cannot be truncated to {new}: only lengths "
                     f"{oldest}…{now} are within its history; make the state with history="

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from spiralformer.decode.algorithm import extend
 from spiralformer.decode.runner import EAGER, Runner
@@ -23,23 +24,52 @@ class SpiralCache(Cache):
     `columns` counts what it was shown, padding included; the state holds real tokens only.
     """
 
+    offloading = False
+    is_compileable = False
+
     def __init__(self, capacity: int = 64, runner: Runner = EAGER) -> None:
-        super().__init__(layers=[])
+        # not the parent's: `layers` follow from the state
         self.capacity, self.runner = capacity, runner
         self.model: SpiralFormer | None = None
         self.state: DecodeState | None = None
         self.history = 0
         self.columns = 0
 
-    def extend(self, model: SpiralFormer, ids: Tensor, lengths: Sequence[int] | None) -> Tensor:
-        """Takes in right-padded new tokens (B, M); returns the output states (B, M, D)."""
+    def extend(
+        self, model: SpiralFormer, x: Tensor, lengths: Sequence[int] | None, runner: Runner
+    ) -> Tensor:
+        """Takes in the embeddings x (B, M, D) of new tokens, padded on the right; returns their
+        output states (B, M, D)."""
         if self.state is None:
-            capacity = max(self.capacity, self.runner.capacity, ids.shape[1])
-            self.state = DecodeState.empty(model, len(ids), capacity, history=self.history)
+            capacity = max(self.capacity, self.runner.capacity, x.shape[1])
+            self.state = DecodeState.empty(model, len(x), capacity, history=self.history)
         self.model = model
-        hidden = extend(model, self.state, ids, lengths, runner=self.runner)
-        self.columns += ids.shape[1]
+        hidden = extend(model, self.state, x, lengths, runner=runner)
+        self.columns += x.shape[1]
         return hidden
+
+    @property
+    def layers(self) -> list[DynamicLayer]:  # type: ignore[override]
+        """Keys and values of each layer of the unrolled computation, (B, H, L, K), to look at. In
+        an iteration at a lower resolution L counts chunks. A row begins with its first token or
+        chunk; what stands behind its last one means nothing."""
+        if self.state is None:
+            return []
+        longest = max(self.lengths)
+        runs = [(self.state.pre, longest)]
+        runs += [(part.cache, part.iteration.chunks(longest)) for part in self.state.loop]
+        runs += [(self.state.post, longest)]
+        layers = []
+        for cache, length in runs:
+            for keys, values in cache[..., :length, :].transpose(0, 1):
+                layer = DynamicLayer()
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys, values
+                layers.append(layer)
+        return layers
+
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a SpiralCache is filled by SpiralFormerForCausalLM alone")
 
     def __deepcopy__(self, memo: dict) -> SpiralCache:
         """A prompt that was read once, to go on from several times; the model is not copied."""
@@ -85,13 +115,23 @@ class SpiralCache(Cache):
         """Takes back the last -tokens_to_remove columns, all of them tokens."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to remove")
-        if self.state is not None and self.model is not None and tokens_to_remove:
-            self.state.truncate(self.model, [n + tokens_to_remove for n in self.lengths])
-            self.columns += tokens_to_remove
+        if self.state is None or self.model is None or not tokens_to_remove:
+            return
+        if not self.is_croppable:
+            raise ValueError(
+                "this cache cannot be cropped: it keeps nothing of the chunks that are complete; "
+                "call activate_past_recording() before the tokens that are to be taken back"
+            )
+        self.state.truncate(self.model, [n + tokens_to_remove for n in self.lengths])
+        self.columns += tokens_to_remove
 
-    is_compileable = False
-    is_croppable = property(lambda self: self.history > 0)
-    is_initialized = property(lambda self: self.state is not None)
+    @property
+    def is_croppable(self) -> bool:
+        return self.history > 0 or (self.state is not None and not self.state.needs_history)
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state is not None
 
     def __repr__(self) -> str:
         return f"SpiralCache(lengths={self.lengths})"

@@ -10,10 +10,14 @@ from transformers import PretrainedConfig
 from spiralformer.config import SpiralConfig
 
 FIELDS = tuple(field.name for field in dataclasses.fields(SpiralConfig))
+# the paper's smallest SpiralFormer-B
+DEFAULT = {"layout": "2+4x{1/8,1/4,1/2,1}+2", "hidden_size": 768, "num_heads": 12}
+DEFAULT |= {"vocab_size": 50304}
 
 
 class SpiralFormerConfig(PretrainedConfig):
-    """Every field of `SpiralConfig`, flat; `spiral` is the validated `SpiralConfig` of them.
+    """Every field of `SpiralConfig`, flat; `spiral` is the validated `SpiralConfig` of them. Where
+    none is given, they are those of `DEFAULT`.
 
     The fields are validated when the configuration is made and whenever `spiral` is asked for, so a
     field that is changed later (as `resize_token_embeddings` changes vocab_size) is checked too.
@@ -41,7 +45,7 @@ class SpiralFormerConfig(PretrainedConfig):
     ) -> None:
         kwargs = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         given = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
-        for name, value in SpiralConfig.from_dict(given).to_dict().items():
+        for name, value in SpiralConfig.from_dict(given or DEFAULT).to_dict().items():
             setattr(self, name, value)
         self.use_cache = use_cache
         self.bos_token_id = bos_token_id

@@ -6,13 +6,12 @@ Shapes: B batch, L length, D width, H heads, K head size, R rotated dimensions o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spiralformer.config import SpiralConfig
 
@@ -160,7 +159,8 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         self.blocks = nn.ModuleList(Block(config) for _ in range(layers))
-        self.checkpointing = False  # recompute activations in the backward pass
+        # runs a block so that its activations are recomputed in the backward pass
+        self.checkpoint: Callable[..., Tensor] | None = None
 
     def forward(
         self,
@@ -175,8 +175,8 @@ class Stack(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         rope = rotary(positions if positions.dim() == 1 else positions[:, None], self.config)
         for i, block in enumerate(self.blocks):
-            if self.checkpointing and self.training and caches is None:
-                x = checkpoint(block, x, rope, use_reentrant=False)
+            if self.checkpoint and self.training and caches is None:
+                x = self.checkpoint(block, x, rope)
             else:
                 last = at if i == len(self.blocks) - 1 else None
                 x = block(x, rope, None if caches is None else caches[i], last)

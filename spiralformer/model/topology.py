@@ -9,6 +9,7 @@ Shapes: B batch, L length, D width, M memory slots (the paper's B).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,18 @@ from spiralformer.config import SpiralConfig
 from spiralformer.model.operators import softmax
 
 
-class Replace(nn.Module):
-    """Topology "none", the plain loop: the update is the next state."""
+class Topology(nn.Module):
+    """A topology without parameters."""
 
     def __init__(self, config: SpiralConfig) -> None:
         super().__init__()
+
+    def share(self, whole: Any, kept: Sequence[int]) -> None:
+        """Takes the weights that belong to these iterations from a topology of the same kind."""
+
+
+class Replace(Topology):
+    """Topology "none", the plain loop: the update is the next state."""
 
     def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         return v, None
@@ -31,11 +39,8 @@ class Replace(nn.Module):
         return u, None
 
 
-class Anchor(nn.Module):
+class Anchor(Topology):
     """Eq. anchor-topology: every update is added to the pre-loop output."""
-
-    def __init__(self, config: SpiralConfig) -> None:
-        super().__init__()
 
     def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return v, v
@@ -52,7 +57,7 @@ class Memory(NamedTuple):
     writes: tuple[Tensor, ...]  # B L M each: how much of the update went into which slot
 
 
-class MeSH(nn.Module):
+class MeSH(Topology):
     """Eqs. mesh-*: a slot is a sum of weighted updates, so reading one is linear in them:
 
         h⁽ᵗ⁺¹⁾ = r₀·x + Σ_k ⟨w⁽ᵏ⁾, r⁽ᵗ⁾⟩·ũ⁽ᵏ⁾,   ũ⁽⁻¹⁾ = v
@@ -61,13 +66,16 @@ class MeSH(nn.Module):
     """
 
     def __init__(self, config: SpiralConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.slots = config.mesh_slots
         # Router 0 is the transitional one, router t+1 that of iteration t. The first M outputs are
         # the write logits, the last M the read logits.
         self.routers = nn.ModuleList(
             nn.Linear(config.hidden_size, 2 * self.slots) for _ in range(config.num_iterations + 1)
         )
+
+    def share(self, whole: MeSH, kept: Sequence[int]) -> None:
+        self.routers = nn.ModuleList(whole.routers[k] for k in (0, *(t + 1 for t in kept)))
 
     def start(self, x: Tensor, v: Tensor) -> tuple[Tensor, Memory]:
         return self._write_and_read(self.routers[0], x, v, Memory(x, (), ()))
@@ -96,4 +104,4 @@ class MeSH(nn.Module):
         return (writes * read[..., None]).sum(-2).split(1, -1)
 
 
-TOPOLOGY: dict[str, type[nn.Module]] = {"none": Replace, "anchor": Anchor, "mesh": MeSH}
+TOPOLOGY: dict[str, type[Topology]] = {"none": Replace, "anchor": Anchor, "mesh": MeSH}

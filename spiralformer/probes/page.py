@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from spiralformer import plots
+from spiralformer import diagram, plots
 from spiralformer.console import count
 from spiralformer.files import write_text
-from spiralformer.probes import diagram, figures, metrics, result
+from spiralformer.probes import figures, metrics, result
 from spiralformer.probes.result import SYMBOLS, ModelResult, ProbeResult
 from spiralformer.templates import render
 
@@ -30,7 +30,7 @@ def write(probed: ProbeResult, folder: Path) -> Path:
             pictures[drawing.name] = plots.save(figure, path.with_suffix(".svg")).read_bytes()
     for k, model in enumerate(probed.models):
         name = "diagram.svg" if k == 0 else f"diagram-{k + 1}.svg"
-        write_text(folder / "figures" / name, diagram.svg(model.config) + "\n")
+        write_text(folder / "figures" / name, diagram.svg(model.config))
     write_text(folder / PAGE, html(probed, pictures))
     return folder / PAGE
 

@@ -29,12 +29,11 @@ from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import SpiralConfig
 from spiralformer.console import Progress, count, cpu_name, duration, say
 from spiralformer.errors import UserError
-from spiralformer.files import read_json
 from spiralformer.study import spec
 from spiralformer.study.corpus import Corpus, tokens_are_bytes
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.spec import Row, Study
-from spiralformer.train import TrainConfig, read_metrics
+from spiralformer.train import TrainConfig, read_metrics, read_result
 
 FORKS = multiprocessing.get_context("forkserver")
 STARTUP = 3.0  # seconds of a run that are not training: its process, its model, its files
@@ -361,7 +360,7 @@ class StudyRuns:
         """Seconds, starting included, at the speed of runs in the cache or of a short trial."""
         if not due:
             return 0.0
-        results = [read_json(p) for p in (self.cache / self.corpus.name).glob("*/result.json")]
+        results = [read_result(p) for p in (self.cache / self.corpus.name).glob("*/result.json")]
         rates = [result["flops_per_second"] for result in results if result["steps"] > 50]
         rate = float(np.median(rates)) if rates else _tried_rate(due[0].config) / self.pool.jobs
         seconds = [run.flops / rate + STARTUP for run in due]

@@ -20,19 +20,23 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from typing_extensions import TypedDict
 
 from spiralformer.errors import UserError
-from spiralformer.files import digest, new_folder, read_json, write_json
+from spiralformer.files import checked, digest, new_folder, read_json, write_json
 from spiralformer.train.distributed import Processes
 
 STATE, FILES = "state.json", "files.json"
+
+Optimizers = list[torch.optim.Optimizer]
 
 
 @dataclass
@@ -40,14 +44,14 @@ class TrainState:
     """Where a run stands: what a checkpoint holds beside tensors. The learning rate and the data of
     a step follow from the number of finished steps."""
 
-    step: int = 0
-    tokens: int = 0  # targets trained on
-    seconds: float = 0.0  # spent in steps
-    skipped: int = 0  # steps without an update, their loss or gradient not being finite
-    skipped_in_a_row: int = 0
+    step: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0  # targets trained on
+    seconds: NonNegativeFloat = 0.0  # spent in steps
+    skipped: NonNegativeInt = 0  # steps without an update, their loss or gradient not being finite
+    skipped_in_a_row: NonNegativeInt = 0
     # Since the last line of metrics.jsonl:
-    line_tokens: int = 0
-    line_seconds: float = 0.0
+    line_tokens: NonNegativeInt = 0
+    line_seconds: NonNegativeFloat = 0.0
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -93,7 +97,7 @@ class Checkpoints:
     keep: int
     processes: Processes
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> Path:
+    def save(self, model: nn.Module, optimizers: Optimizers, state: dict) -> Path:
         """`state` is the run's own, as JSON, with the number of finished steps as "step"."""
         final = self.folder / f"step-{state['step']:08}"
         rank, main = self.processes.rank, self.processes.main
@@ -105,7 +109,7 @@ class Checkpoints:
             part = self.processes.from_main(part)
             own: dict[str, Any] = {}
             with self._attempt(final), _alone():
-                weights, moments = get_state_dict(model, optimizer)
+                weights, moments = get_state_dict(model, optimizers)
                 dcp.save({"model": weights, "optimizer": moments["state"]}, checkpoint_id=part)
                 own = {path.name: _describe(path) for path in part.glob(f"__{rank}_*.distcp")}
             described = self.processes.gather(own)
@@ -122,15 +126,15 @@ class Checkpoints:
                     self._prune(final)
         return final
 
-    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """The optimiser's settings are not the checkpoint's but the configuration's."""
-        weights, moments = get_state_dict(model, optimizer)
+    def load(self, path: Path, model: nn.Module, optimizers: Optimizers) -> None:
+        """The optimisers' settings are not the checkpoint's but the configuration's."""
+        weights, moments = get_state_dict(model, optimizers)
         try:
             with _alone():
                 dcp.load({"model": weights, "optimizer": moments["state"]}, checkpoint_id=path)
         except CheckpointException as error:
             raise UserError(f"{path}: cannot be loaded: {_reason(error)}") from None
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
 
     def note(self) -> str:
         """For messages of what went wrong."""
@@ -196,8 +200,21 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
     return None
 
 
+class RunIdentity(TypedDict):
+    """What is asked of what a run was; it says more."""
+
+    precision: Literal["float32", "bfloat16"]
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    return read_json(checkpoint / STATE)
+    path = checkpoint / STATE
+    state = read_json(path)
+    names = {"run", "code", *(each.name for each in dataclasses.fields(TrainState))}
+    if missing := names - state.keys():
+        raise UserError(f"{path}: {min(missing)} is missing")
+    checked(state, TrainState, path)
+    checked(state["run"], RunIdentity, f"{path}: run")
+    return state
 
 
 @contextlib.contextmanager

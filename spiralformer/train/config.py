@@ -29,7 +29,8 @@ from pydantic.fields import FieldInfo
 
 from spiralformer import presets
 from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.files import read_text
+from spiralformer.errors import shown
+from spiralformer.files import read_yaml
 from spiralformer.train.optim import OPTIMIZERS, SCHEDULES
 
 # These fields and groups say how a run is carried out and looked at; it may be taken up again with
@@ -50,12 +51,16 @@ def _number(value: Any) -> Any:
         return str(value)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            return float(value) if "e" in value.lower() else value
-    return value
+            value = float(value) if "e" in value.lower() else value
+    whole = isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _list(value: Any) -> Any:
-    return value.strip("()[] ").split(",") if isinstance(value, str) else value
+    """Text or a lone number stands for a list."""
+    if isinstance(value, str):
+        return [part for part in value.strip("()[] ").split(",") if part]
+    return [value] if isinstance(value, (int, float)) else value
 
 
 def _one(value: Any) -> Any:
@@ -80,8 +85,8 @@ def _model(value: Any) -> SpiralConfig:
         raise ConfigError(f"model: {error}") from None
 
 
-Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-Number = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)]
+Number = Annotated[float, BeforeValidator(_number), Field(gt=-1e30, lt=1e30)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[
@@ -121,10 +126,12 @@ class Optim(Group):
     lr: Number = _field(6e-4, "peak learning rate (the paper: 6e-4 at 160M)", gt=0)
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list)] = _field((0.9, 0.95), "AdamW's β")
     eps: Number = _field(1e-8, "AdamW's ε", gt=0)
+    momentum: Beta = _field(0.95, "Muon's momentum")
     weight_decay: Number = _field(
         0.01, "of parameters with two or more dimensions: all but biases and norms", ge=0
     )
     warmup: Share = _field(0.01, "share of the steps with a rising learning rate")
+    decay: Share = _field(0.2, "wsd: share of the steps after the warm-up with a falling rate")
     final: Share = _field(0.1, "share of the peak that the schedule falls to")
     clip: Number = _field(1.0, "largest norm of the gradient; 0: any", ge=0)
 
@@ -174,7 +181,7 @@ class TrainConfig(Group):
     out: Text = _field("runs/train", "folder of the run", min_length=1)
 
     length: Count = _field(0, "tokens of a sequence; 0: the model's max_length")
-    batch: Count = _field(512, "sequences of a step, over all processes", ge=1)
+    batch: Count = _field(512, "sequences of a step, over all processes", ge=1, le=1 << 24)
     micro_batch: Count = _field(
         0, "sequences at a time on a process; 0: as many as divide its share, up to 8"
     )
@@ -182,6 +189,9 @@ class TrainConfig(Group):
     tokens: Count = _field(0, "tokens of the run; 0: as many as `epochs` say")
     epochs: Number = _field(1.0, "passes over the data", gt=0)
     seed: Count = _field(0, "of the initial weights and the order of the data")
+    elastic: Annotated[tuple[Share, ...], BeforeValidator(_list)] = _field(
+        (), "chance that a step leaves out an iteration: one for each but the last, or one for all"
+    )
 
     optim: Optim = Optim()
     precision: Literal["auto", "float32", "bfloat16"] = _field(
@@ -215,6 +225,19 @@ class TrainConfig(Group):
                     f"{self.model.layout} (chunks of {iteration.chunk}, shift {iteration.shift}): "
                     "it would never be trained"
                 )
+        if self.elastic:
+            coarse = max(0, self.model.num_iterations - 1)
+            chances = self.elastic * coarse if len(self.elastic) == 1 else self.elastic
+            if not coarse or len(chances) != coarse:
+                raise ConfigError(
+                    f"elastic {','.join(map(str, self.elastic))}: layout {self.model.layout} has "
+                    f"{coarse} iterations that can be left out; give as many numbers, or one"
+                )
+            object.__setattr__(self, "elastic", chances)
+        if self.parallel == "fsdp" and self.optim.name == "muon":
+            raise ConfigError(
+                "optim.name muon needs whole matrices, fsdp shards them; set parallel=ddp"
+            )
         if self.micro_batch and self.batch % self.micro_batch:
             raise ConfigError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}")
         return self
@@ -290,11 +313,7 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read ({reason})") from None
+    fields = read_yaml(path)
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not a mapping of fields")
     return fields
@@ -319,7 +338,8 @@ def default_of(name: str) -> Any:
     if name.startswith("model."):
         defaults = {field.name: field.default for field in dataclasses.fields(SpiralConfig)}
         return defaults.get(name.removeprefix("model."))
-    return FIELDS[name].default if name in FIELDS else None
+    default = FIELDS[name].default if name in FIELDS else None
+    return list(default) if isinstance(default, tuple) else default
 
 
 def describe_fields() -> str:
@@ -345,14 +365,14 @@ def _explain(error: ValidationError) -> str:
     if isinstance(cause, ConfigError):
         return str(cause)
     if first["type"] == "extra_forbidden":
-        return f"unknown field {name!r}; {_nearest(name)}"
+        return f"unknown field {shown(name)}; {_nearest(name)}"
     if first["type"] == "missing":
         return f"{name} is missing" + (f": {FIELDS[name].description}" if name in FIELDS else "")
     if first["type"] == "model_type":
         inner = next(known for known in FIELDS if known.startswith(f"{name}."))
-        return f"{name} {first['input']!r}: a group of fields; write for example {inner}=…"
+        return f"{name} {shown(first['input'])}: a group of fields; write for example {inner}=…"
     problem = first["msg"].removeprefix("Value error, ")
-    return f"{name} {first['input']!r}: {problem[0].lower()}{problem[1:]}"
+    return f"{name} {shown(first['input'])}: {problem[0].lower()}{problem[1:]}"
 
 
 def _nearest(name: str) -> str:

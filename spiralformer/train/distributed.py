@@ -24,6 +24,7 @@ from torch.utils.benchmark import Timer
 
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
+from spiralformer.model_folder import usable_device
 
 TIMEOUT = datetime.timedelta(minutes=30)  # for what one process does while the others wait
 
@@ -111,15 +112,11 @@ def _clear_frames(error: BaseException | None) -> None:
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.empty(0, device=device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if name == "cuda":
+        name += f":{os.environ.get('LOCAL_RANK', '0')}"
+    device = usable_device(name, "device")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
@@ -150,13 +147,21 @@ def _seconds(dtype: torch.dtype, device: torch.device, size: int = 512) -> float
 # ---------------------------------------------------------------------------- the model
 
 
-def parallelize(model: SpiralFormer, kind: str, processes: Processes) -> nn.Module:
-    """The model as one of several processes trains it: a copy (ddp) or a share (fsdp)."""
+def parallelize(
+    model: SpiralFormer, kind: str, processes: Processes, elastic: bool = False
+) -> nn.Module:
+    """The model as one of several processes trains it: a copy (ddp) or a share (fsdp). Elastic: not
+    every step uses every parameter."""
     if processes.world == 1:
         return model
     if kind == "ddp":
         devices = [processes.device] if processes.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model,
+            device_ids=devices,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=elastic,
+        )
     for stack in model.stacks():
         # The core runs again and again in one pass: gather its weights once and keep them for it.
         core = any(stack is core for core in model.cores)

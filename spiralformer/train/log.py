@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spiralformer.console import duration, si
-from spiralformer.errors import UserError
 from spiralformer.files import digest, write_text
+from spiralformer.machine import require_package
 from spiralformer.train.config import TrainConfig
 
 Record = dict[str, Any]
@@ -91,12 +91,9 @@ def weights_and_biases(config: TrainConfig, folder: Path) -> Iterator[Sink]:
 
 
 def import_wandb(project: str) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            f"log.wandb {project!r}: wandb is not installed; pip install wandb, or leave it out"
-        ) from None
+    require_package("wandb", f"log.wandb {project!r}", "wandb")
+    import wandb
+
     return wandb
 
 

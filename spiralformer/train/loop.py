@@ -91,7 +91,7 @@ def take_step(run: Run) -> None:
     lr = learning_rate(state.step, plan.steps, optim)
     targets = plan.corpus.train.targets_in(plan.samples(state.step))
     loss = forward_and_backward(run, targets)
-    norm = update(run.optimizer, lr, optim.clip, loss)
+    norm = update(run.optimizers, lr, optim.clip, loss)
     state.advance(loss, norm, targets, time.perf_counter() - started)
     if plan.due(state.step, plan.config.log.every):
         record = run.record("train", lr=lr, **state.line(plan.flops_per_token))
@@ -108,11 +108,15 @@ def forward_and_backward(run: Run, targets: int) -> float:
     plan, processes = run.plan, run.plan.processes
     with processes.together():
         batches = plan.micro_batches(run.state.step)
-    total = torch.zeros((), device=processes.device)
+    kept, total = plan.kept(run.state.step), torch.zeros((), device=processes.device)
     for m, (ids, wanted) in enumerate(batches, 1):
         share = int((wanted != IGNORED).sum()) / targets
         with accumulating(run.model, last=m == len(batches)):
-            loss = run.mean_loss(ids, wanted) * share
+            loss = run.mean_loss(ids, wanted, kept) * share
             (loss * processes.world).backward()  # the exchange of gradients takes their mean
         total += loss.detach()
+    if kept is not None:  # what was left out has a gradient of zero, so that every step is alike
+        for parameter in run.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     return processes.sum(total).item()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -16,35 +16,65 @@ if TYPE_CHECKING:
 
     from spiralformer.train.config import Optim
 
-Groups = list[dict[str, Any]]  # parameters with a weight decay, as torch.optim takes them
+Parameters = dict[str, "nn.Parameter"]  # by name, a shared one once
 
 
-def adamw(groups: Groups, config: Optim) -> torch.optim.Optimizer:
-    """Fused: a step is one pass over the weights."""
+def adamw(parameters: Parameters, config: Optim) -> list[torch.optim.Optimizer]:
+    """Fused: a step is one pass over the weights. Weight decay is on parameters of two or more
+    dimensions: linear maps, embedding and head, but not biases and norms."""
     import torch
 
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    matrices = [p for p in parameters.values() if p.dim() >= 2]
+    vectors = [p for p in parameters.values() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)]
 
 
-def cosine(done: int, steps: int) -> float:
+def muon(parameters: Parameters, config: Optim) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for all else: embedding, head, norms, biases, the
+    operators and routers. Muon's updates are scaled to the size of AdamW's (Moonshot's rule), so
+    that one learning rate and one weight decay serve both."""
+    import torch
+
+    hidden = {n: p for n, p in parameters.items() if ".blocks." in n and p.dim() == 2}
+    others = {name: p for name, p in parameters.items() if name not in hidden}
+    matrices = torch.optim.Muon(
+        list(hidden.values()),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [matrices, *adamw(others, config)]
+
+
+def cosine(done: int, steps: int, config: Optim) -> float:
     return (1 + math.cos(math.pi * done / steps)) / 2
 
 
-OPTIMIZERS: dict[str, Callable[[Groups, Optim], torch.optim.Optimizer]] = {"adamw": adamw}
+def wsd(done: int, steps: int, config: Optim) -> float:
+    """Stable, then a straight line down over the last `decay` of the steps."""
+    decay = max(1, round(config.decay * steps))
+    return min(1.0, (steps - done) / decay)
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters, Optim], list[torch.optim.Optimizer]]] = {
+    "adamw": adamw,
+    "muon": muon,
+}
 # Of the way from the peak (1) to `optim.final` of it (0), what is left after `done` of the `steps`
 # that follow the warm-up.
-SCHEDULES: dict[str, Callable[[int, int], float]] = {"cosine": cosine}
+SCHEDULES: dict[str, Callable[[int, int, Optim], float]] = {"cosine": cosine, "wsd": wsd}
 
 
-def make_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
-    """Weight decay is on parameters of two or more dimensions: linear maps, embedding and head, but
-    not biases and norms."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups: Groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return OPTIMIZERS[config.name]([group for group in groups if group["params"]], config)
+def make_optimizers(model: nn.Module, config: Optim) -> list[torch.optim.Optimizer]:
+    """One for each kind of parameters that the named optimiser tells apart."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return OPTIMIZERS[config.name](parameters, config)
 
 
 def learning_rate(step: int, steps: int, config: Optim) -> float:
@@ -54,18 +84,19 @@ def learning_rate(step: int, steps: int, config: Optim) -> float:
     done = step + 1
     if done <= warmup:
         return config.lr * done / warmup
-    left = SCHEDULES[config.schedule](done - warmup, steps - warmup)
+    left = SCHEDULES[config.schedule](done - warmup, steps - warmup, config)
     return config.lr * (config.final + (1 - config.final) * left)
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, loss: float) -> float:
+def update(optimizers: list[torch.optim.Optimizer], lr: float, clip: float, loss: float) -> float:
     """Clips the gradients, takes the step and clears them. Returns the norm before clipping.
 
     If the loss or the norm is not finite, the weights stay as they are."""
     from torch.distributed.tensor import DTensor
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [p for group in groups for p in group["params"]]
     total = get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(total, DTensor):
         total = total.full_tensor()
@@ -73,8 +104,10 @@ def update(optimizer: torch.optim.Optimizer, lr: float, clip: float, loss: float
     if math.isfinite(loss) and math.isfinite(norm):
         if clip:
             clip_grads_with_norm_(parameters, clip, total)
-        for group in optimizer.param_groups:
+        for group in groups:
             group["lr"] = lr
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     return norm

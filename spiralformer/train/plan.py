@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import lzma
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spiralformer.accounting import parameters, training_flops_per_token
+from spiralformer.accounting import parameters, training_bytes, training_flops_per_token
 from spiralformer.console import count
 from spiralformer.data.shards import MANIFEST, read_manifest
 from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
 from spiralformer.data.windows import Split, TokenDataset, open_split, read_texts
 from spiralformer.errors import UserError
+from spiralformer.machine import require_memory
 from spiralformer.train import log
 from spiralformer.train.config import Data, TrainConfig, default_of
 from spiralformer.train.distributed import Processes, bfloat16_is_fast
@@ -113,15 +116,34 @@ class RunPlan:
         if stored is not None:
             _refuse_another(config.out, stored, identity)
         micro_batch = _micro_batch(config, processes.world)
+        _require_memory(config, processes, micro_batch)
         return cls(config, corpus, processes, steps, micro_batch, precision, identity)
 
     @property
     def valid_every(self) -> int:
         return self.config.valid.every or max(1, self.steps // 20)
 
+    def kept(self, step: int) -> tuple[int, ...] | None:
+        """The iterations that a step of an elastic run has; None: all, as ever."""
+        elastic = self.config.elastic
+        if not elastic:
+            return None
+        draw = random.Random(f"{self.config.seed} {step}").random
+        return (*(t for t, chance in enumerate(elastic) if draw() >= chance), len(elastic))
+
     @functools.cached_property
     def flops_per_token(self) -> float:
-        return training_flops_per_token(self.config.model, self.config.length)
+        """Of a step; of an elastic run in the mean over what may be kept."""
+        config, mean = self.config, 0.0
+        for drops in itertools.product((False, True), repeat=len(config.elastic)):
+            chances = zip(config.elastic, drops, strict=True)
+            chance = math.prod(p if dropped else 1 - p for p, dropped in chances)
+            model = config.model
+            if any(drops):
+                kept = [t for t, dropped in enumerate(drops) if not dropped]
+                model = model.with_iterations([*kept, len(drops)])
+            mean += chance * training_flops_per_token(model, config.length)
+        return mean
 
     def due(self, step: int, every: int) -> bool:
         """After so many steps: what comes every so often, and at the end."""
@@ -187,6 +209,15 @@ def _micro_batch(config: TrainConfig, world: int) -> int:
             f"{micro_batch}: make it a multiple of {world * micro_batch}"
         )
     return micro_batch
+
+
+def _require_memory(config: TrainConfig, processes: Processes, micro_batch: int) -> None:
+    """Before the model is built: it, and the tokens of a step, must fit."""
+    held = training_bytes(config.model, config.length, micro_batch)
+    shares = processes.world if config.parallel == "fsdp" else 1
+    require_memory(held / shares, "training this model with these batches", processes.device)
+    tokens = config.batch // processes.world * config.length
+    require_memory(2 * 8 * tokens, f"batch {config.batch} of {config.length} tokens")
 
 
 def _refuse_another(folder: str, stored: Identity, identity: Identity) -> None:

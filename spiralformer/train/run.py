@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 import spiralformer
 from spiralformer import files
@@ -36,11 +37,17 @@ from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
 from spiralformer.train import log
-from spiralformer.train.checkpoint import Checkpoints, TrainState, newest_whole, read_state
+from spiralformer.train.checkpoint import (
+    Checkpoints,
+    RunIdentity,
+    TrainState,
+    newest_whole,
+    read_state,
+)
 from spiralformer.train.config import TrainConfig
 from spiralformer.train.distributed import SharedError, parallelize, whole_model
 from spiralformer.train.log import Record, Sink
-from spiralformer.train.optim import make_optimizer
+from spiralformer.train.optim import make_optimizers
 from spiralformer.train.plan import Identity, RunPlan
 
 # ---------------------------------------------------------------------------- the folder
@@ -100,6 +107,46 @@ class TrainResult:
         return log.read_metrics(RunFolder(self.folder).metrics)
 
 
+class ValidResult(TypedDict):
+    loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    tokens: int | None
+
+
+class ParameterCounts(TypedDict):
+    total: int
+    non_embedding: int
+
+
+class StoredResult(TypedDict):
+    """What is asked of a result.json; it says more."""
+
+    layout: str
+    topology: str
+    width: int
+    parameters: ParameterCounts
+    steps: int
+    tokens: int
+    train_loss: float | None
+    valid: ValidResult
+    compressors: dict[str, float]
+    skipped: int
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    samples: list[str]
+    run: RunIdentity
+    config: dict[str, Any]
+    code: str
+
+
+def read_result(path: Path) -> Record:
+    result = files.read_json(path)
+    files.checked(result, StoredResult, path)
+    return result
+
+
 class Earlier(NamedTuple):
     """What earlier calls left in the folder: a result, else a checkpoint, else nothing."""
 
@@ -110,7 +157,7 @@ class Earlier(NamedTuple):
     @classmethod
     def of(cls, folder: RunFolder, say: Callable[[str], None]) -> Earlier:
         if folder.result.exists():
-            result = files.read_json(folder.result)
+            result = read_result(folder.result)
             return cls(result=result, identity=result["run"])
         path = newest_whole(folder.checkpoints, say)
         return cls(checkpoint=path, identity=read_state(path)["run"]) if path else cls()
@@ -126,7 +173,7 @@ class Run:
     folder: RunFolder
     plan: RunPlan
     model: nn.Module  # as this process trains it
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     checkpoints: Checkpoints
     state: TrainState
     progress: Progress
@@ -134,12 +181,14 @@ class Run:
     sinks: list[Sink] = field(default_factory=list)  # of records, on the main process
     saved_at: float = field(default_factory=time.monotonic)
 
-    def mean_loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def mean_loss(
+        self, ids: Tensor, targets: Tensor, kept: tuple[int, ...] | None = None
+    ) -> Tensor:
         """Of a micro-batch. Under autocast a weight is cast once in a forward pass, however often
         the loop uses it: autocast keeps the cast copy until the pass ends."""
         device, bfloat16 = self.plan.processes.device, self.plan.precision == "bfloat16"
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
-            return self.model(ids.to(device), targets.to(device))
+            return self.model(ids.to(device), targets.to(device), kept)
 
     def record(self, kind: str, **values: Any) -> Record:
         """Written wherever records are to be seen."""
@@ -161,7 +210,7 @@ class Run:
         if not (stopped_by or last or (due and not self.state.skipped_in_a_row)):
             return
         state = {"run": plan.identity, "code": code_version(), **dataclasses.asdict(self.state)}
-        path = self.checkpoints.save(self.model, self.optimizer, state)
+        path = self.checkpoints.save(self.model, self.optimizers, state)
         self.saved_at = time.monotonic()
         if stopped_by and not last:
             raise Interrupted(
@@ -244,15 +293,16 @@ def open_run(
     progress: Progress,
     watch: Sink | None,
 ) -> Iterator[Run]:
-    """The model and the optimiser as the checkpoint has them, or as they begin."""
+    """The model and the optimisers as the checkpoint has them, or as they begin."""
     config, processes = plan.config, plan.processes
-    model = parallelize(_initial_model(config, processes.device), config.parallel, processes)
-    optimizer = make_optimizer(model, config.optim)
+    whole = _initial_model(config, processes.device)
+    model = parallelize(whole, config.parallel, processes, elastic=bool(config.elastic))
+    optimizers = make_optimizers(model, config.optim)
     checkpoints = Checkpoints(folder.checkpoints, config.save.keep, processes)
     state = TrainState()
     if checkpoint is not None:
         progress.say(f"resuming from {checkpoint}")
-        checkpoints.load(checkpoint, model, optimizer)
+        checkpoints.load(checkpoint, model, optimizers)
         stored = read_state(checkpoint)
         state = TrainState.from_dict(stored)
         if stored["code"] != code_version():
@@ -260,7 +310,7 @@ def open_run(
     progress.start(plan.steps, state.step)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals(progress.say))
-        run = Run(folder, plan, model, optimizer, checkpoints, state, progress, signals)
+        run = Run(folder, plan, model, optimizers, checkpoints, state, progress, signals)
         with processes.together(), files.writing(folder.path):
             if processes.main:
                 if checkpoint is None:
