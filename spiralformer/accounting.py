@@ -23,6 +23,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -261,17 +262,29 @@ def batches_at(config: SpiralConfig, position: int) -> tuple[tuple[int, ...], ..
 def decode_cost(config: SpiralConfig) -> DecodeCost:
     period = math.lcm(*(iteration.chunk for iteration in config.iterations))
     positions = min(period, LONGEST_PERIOD)
-    passes = Counter(len(passes_at(config, i)) for i in range(positions))
-    batches = Counter(len(batches_at(config, i)) for i in range(positions))
+    passes = _histogram(positions, [(iteration,) for iteration in config.iterations])
+    groups = [tuple(config.iterations[t] for t in group) for group in config.pass_groups]
+    batches = _histogram(positions, groups)
     return DecodeCost(
         period=period,
         mean_passes=sum(
             (Fraction(1, iteration.chunk) for iteration in config.iterations), Fraction(0)
         ),
-        histogram=dict(sorted(passes.items())),
-        batch_histogram=dict(sorted(batches.items())),
+        histogram=passes,
+        batch_histogram=batches,
         positions=positions,
     )
+
+
+def _histogram(positions: int, groups: Sequence[Sequence[Iteration]]) -> dict[int, int]:
+    """Groups of which an iteration is due at a position → how many of the positions."""
+    due = [bytearray(positions) for _ in groups]
+    for marks, group in zip(due, groups, strict=True):
+        for iteration in group:
+            first = iteration.chunk - 1 - iteration.offset
+            marks[first :: iteration.chunk] = b"\1" * len(range(first, positions, iteration.chunk))
+    counted = Counter(map(sum, zip(*due, strict=True))) if due else Counter({0: positions})
+    return dict(sorted(counted.items()))
 
 
 def weights_read_per_token(config: SpiralConfig) -> float:
@@ -303,6 +316,19 @@ def decode_flops_per_token(config: SpiralConfig, context: int) -> float:
         for iteration in config.iterations
     )
     return full + cores + head
+
+
+# ---------------------------------------------------------------------------- training
+
+
+def training_bytes(config: SpiralConfig, length: int, micro_batch: int) -> int:
+    """The least that training holds at once: of every parameter the weight, the gradient and two
+    moments of AdamW in float32, and of every layer its input, in 16 bits."""
+    layout = config.parsed_layout
+    entries = (layout.pre + layout.post) * length + sum(
+        iteration.layers * iteration.chunks(length) for iteration in config.iterations
+    )
+    return 16 * parameters(config).total + 2 * entries * config.hidden_size * micro_batch
 
 
 # ---------------------------------------------------------------------------- decode state

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from spiralformer.costs import DOWNSCALE, NORM, TOPOLOGY, UPSCALE
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, shown
 
 CHOICES = {
     "topology": list(TOPOLOGY),
@@ -27,6 +27,20 @@ CHOICES = {
     "upscale": list(UPSCALE),
     "norm": list(NORM),
 }
+# What is larger is a slip of the finger: it would be refused by memory, or take for ever to count.
+LONGEST_LAYOUT = 4096  # characters
+MOST_LAYERS = 1024  # of the unrolled computation
+MOST_ITERATIONS = 64
+LARGEST = {
+    "hidden_size": 1 << 17,
+    "num_heads": 1 << 17,
+    "vocab_size": 1 << 24,
+    "mesh_slots": 1 << 10,
+    "intermediate_size": 1 << 20,
+    "max_length": 1 << 24,
+}
+LARGEST_FLOAT = 1e30
+LONGEST_CHUNK = 1 << 20  # and offset, and shift
 RULES: dict[str, dict[str, Callable[[int], int]]] = {  # of the chunk size g
     "offset": {"half": lambda g: g // 2, "zero": lambda g: 0},
     "shift": {"overlap": lambda g: g - 1, "parallel": lambda g: g if g > 1 else 0},
@@ -58,21 +72,24 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         def fail(why: str) -> ConfigError:
-            return ConfigError(f"layout {text!r}: {why}; {GRAMMAR}")
+            return ConfigError(f"layout {shown(text)}: {why}; {GRAMMAR}")
 
         if not isinstance(text, str):
             raise fail("not a string")
+        if len(text) > LONGEST_LAYOUT:
+            raise fail(f"longer than {LONGEST_LAYOUT:,} characters")
         plain = re.sub(r"\s+", "", text).replace("×", "x").replace("X", "x")
-        if re.fullmatch(r"\d+", plain):
+        number = "[0-9]+"  # \d would be any script's digits
+        if re.fullmatch(number, plain):
             if int(plain) == 0:
                 raise fail("a model needs at least one layer")
             return cls(int(plain), (), (), 0, tied=True)
-        if re.fullmatch(r"\d+(\+\d+){2,}", plain):
+        if re.fullmatch(rf"{number}(\+{number}){{2,}}", plain):
             pre, *cores, post = (int(part) for part in plain.split("+"))
             if 0 in cores:
                 raise fail("a core needs at least one layer")
             return cls(pre, tuple(cores), (Fraction(1),) * len(cores), post, tied=False)
-        match = re.fullmatch(r"(\d+)\+(\d+)x\{([^{}]*)\}\+(\d+)", plain)
+        match = re.fullmatch(rf"({number})\+({number})x{{([^{{}}]*)}}\+({number})", plain)
         if not match:
             raise fail("not a layout")
         pre, core, post = (int(match[k]) for k in (1, 2, 4))
@@ -80,13 +97,24 @@ class Layout:
             raise fail("the core needs at least one layer")
         resolutions = []
         for item in match[3].split(","):
-            if not re.fullmatch(r"\d+(/\d+|\.\d+)?", item) or re.fullmatch(r"\d+/0+", item):
-                raise fail(f"resolution {item!r} is not a fraction such as 1/8")
+            fraction = re.fullmatch(rf"{number}(/{number}|\.{number})?", item)
+            if not fraction or re.fullmatch(f"{number}/0+", item):
+                raise fail(f"resolution {shown(item)} is not a fraction such as 1/8")
             r = Fraction(item)
             if not 0 < r <= 1:
-                raise fail(f"resolution {item} lies outside (0, 1]")
+                raise fail(f"resolution {item[:40]} lies outside (0, 1]")
+            if r < Fraction(1, LONGEST_CHUNK):
+                raise fail(f"resolution {item[:40]} is less than 1/{LONGEST_CHUNK}")
             resolutions.append(r)
         return cls(pre, (core,) * len(resolutions), tuple(resolutions), post, tied=True)
+
+    def __post_init__(self) -> None:
+        for what, value, most in (
+            ("iterations", len(self.cores), MOST_ITERATIONS),
+            ("layers", self.compute_layers, MOST_LAYERS),
+        ):
+            if value > most:
+                raise ConfigError(f"layout: {shown(value)} {what}; {most:,} are the most")
 
     def __str__(self) -> str:
         if not self.cores:
@@ -224,7 +252,8 @@ class SpiralConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(
-                    f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
+                    f"{name} {shown(getattr(self, name))} is unknown; choose one of "
+                    f"{', '.join(choices)}"
                 )
         if not loops and self.topology != "none":
             raise ConfigError(
@@ -268,15 +297,21 @@ class SpiralConfig:
         if field.type == "int":
             least = 0 if field.default == 0 else 1  # 0 stands for a default that follows
             if not number or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} {value!r} must be a whole number of at least 1")
+                raise ConfigError(f"{name} {shown(value)} must be a whole number of at least 1")
+            if value > LARGEST[name]:
+                raise ConfigError(f"{name} {shown(value)} must be at most {LARGEST[name]:,}")
         elif name == "rotary_fraction":
             if not number or not 0 <= value <= 1:
-                raise ConfigError(f"{name} {value!r} lies outside [0, 1]")
+                raise ConfigError(f"{name} {shown(value)} lies outside [0, 1]")
         elif field.type == "float":
-            if not number or not 0 < value < math.inf:
-                raise ConfigError(f"{name} {value!r} must be a positive number")
+            if not number or not 0 < value < LARGEST_FLOAT:
+                raise ConfigError(
+                    f"{name} {shown(value)} must be a positive number below {LARGEST_FLOAT:g}"
+                )
         elif field.type == "bool" and not isinstance(value, bool):
-            raise ConfigError(f"{name} {value!r} must be true or false")
+            raise ConfigError(f"{name} {shown(value)} must be true or false")
+        elif field.type == "str" and not isinstance(value, str):
+            raise ConfigError(f"{name} {shown(value)} must be text")
         if field.type == "float":
             object.__setattr__(self, name, float(value))
 
@@ -286,14 +321,16 @@ class SpiralConfig:
         if isinstance(value, str):
             if value not in named:
                 raise ConfigError(
-                    f"{name} {value!r} is unknown; choose {', '.join(named)} or a list"
+                    f"{name} {shown(value)} is unknown; choose {', '.join(named)} or a list"
                 )
             return
         values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        if len(values) != loops or any(type(v) is not int or v < 0 for v in values):
+        if len(values) != loops or any(
+            type(v) is not int or not 0 <= v <= LONGEST_CHUNK for v in values
+        ):
             raise ConfigError(
-                f"{name} {value!r} must be one of {', '.join(named)} or a list of {loops} "
-                f"whole numbers, one per iteration of {self.layout}"
+                f"{name} {shown(value)} must be one of {', '.join(named)} or a list of {loops} "
+                f"whole numbers up to {LONGEST_CHUNK:,}, one per iteration of {self.layout}"
             )
         object.__setattr__(self, name, values)
 
@@ -389,7 +426,7 @@ class SpiralConfig:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise ConfigError(f"unknown field {name!r}; {hint}")
+                raise ConfigError(f"unknown field {shown(name)}; {hint}")
         missing = [
             f.name
             for f in dataclasses.fields(cls)

@@ -6,20 +6,89 @@ is a line every ten seconds. Colours are rich's: none where output is piped or N
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import platform
+import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PAUSE = 10.0  # seconds between two lines of progress where there is no terminal
 
 
 def width() -> int:
     return shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
+
+
+class OutputError(Exception):
+    """Results cannot be written to stdout."""
+
+
+@contextlib.contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Inside, stderr can be closed, full or gone: nothing fails for want of a reader of messages.
+    Where stdout is full, that is an OutputError; a reader who has gone is a BrokenPipeError.
+
+    Where the caller closed a stream, its number is taken, so that no file of ours gets it and is
+    then written to by whoever prints."""
+    before = sys.stdin, sys.stdout, sys.stderr
+    for name, stream in zip(("stdin", "stdout", "stderr"), before, strict=True):
+        if stream is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    sys.stdout = _Stream(sys.stdout, results=True)  # type: ignore[assignment]
+    sys.stderr = _Stream(sys.stderr, results=False)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = before
+
+
+class _Stream:
+    def __init__(self, stream: TextIO, results: bool) -> None:
+        self.stream, self.results = stream, results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, act: Callable[..., object], *arguments: str) -> None:
+        try:
+            act(*arguments)
+        except BrokenPipeError:
+            if self.results:
+                raise
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            if self.results:
+                raise OutputError(getattr(error, "strerror", None) or error) from None
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """What is printed inside may be lost."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (OutputError, BrokenPipeError):
+        forget_stdout()
+
+
+def forget_stdout() -> None:
+    """It cannot be written to; nobody shall try again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(text: str) -> None:
@@ -134,22 +203,17 @@ def table(
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """The same for a document; what would be markup in a cell is escaped."""
-    escaped = [[_escape(cell) for cell in row] for row in (header, *(row for row in rows if row))]
+    escaped = [[escape(cell) for cell in row] for row in (header, *(row for row in rows if row))]
     rule = ["---" if k < left else "---:" for k in range(len(header))]
     lines = [escaped[0], rule, *escaped[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _escape(cell: str) -> str:
-    for character, safe in (
-        ("&", "&amp;"),
-        ("<", "&lt;"),
-        (">", "&gt;"),
-        ("|", "\\|"),
-        ("\n", " "),
-    ):
-        cell = cell.replace(character, safe)
-    return cell
+def escape(text: str) -> str:
+    """A name or a text of others as Markdown that shows it: no link, picture, code or HTML."""
+    text = " ".join(text.splitlines()).replace("&", "&amp;").replace("<", "&lt;")
+    text = re.sub(r"([\\`*\[\]|~])", r"\\\1", text.replace(">", "&gt;"))
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\_", text)  # inside a word it means nothing
 
 
 def duration(seconds: float) -> str:

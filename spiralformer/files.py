@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import socket
+import stat
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from spiralformer.errors import UserError
+from spiralformer.errors import UserError, first_line, shown
 
-PART = ".part"  # ends the name of what is not complete yet
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+PART, OLD = ".part", ".old"  # end the names of what is not complete yet, and of what it replaces
+LARGEST = 1 << 26  # bytes of a file that is read at once, unless it may be larger
+LARGEST_YAML = 1 << 17  # bytes, and values: more takes seconds
+DEEPEST = 64  # lists and objects inside each other
+MOST_DIGITS = 40  # of a whole number
 CONFIGS = Path(__file__).parent / "configs"  # recipes and studies that come with the package
 
 
@@ -61,7 +75,20 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, json_text(content, indent=1) + "\n")
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """JSON has neither infinity nor NaN: null stands for them."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextlib.contextmanager
@@ -69,7 +96,7 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to fill, that takes its name when complete. Another's work is never overwritten,
     unless it is ours to `replace`."""
     folder = Path(folder)
-    part, old = (folder.with_name(f".{folder.name}{end}") for end in (PART, ".old"))
+    part, old = (folder.with_name(f".{folder.name}{end}") for end in (PART, OLD))
     if not replace:
         require_free(folder)
     with writing(folder):
@@ -87,10 +114,28 @@ def new_folder(folder: str | Path, *, replace: bool = False) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Of processes that were killed while they wrote here. To be called where no other can be."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if re.fullmatch(rf"\..+({PART}|{OLD}|\.\d+)", path.name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def require_free(folder: str | Path) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already; choose another name or remove it first")
+
+
+def require_writable(folder: str | Path, note: str = "") -> None:
+    """Makes it; better tried before long work than after."""
+    with writing(folder, note):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def require_folder(folder: str | Path, remedy: str = "") -> None:
@@ -111,25 +156,144 @@ def _sync(path: Path) -> None:
 # ---------------------------------------------------------------------------- reading
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | Path, largest: int = LARGEST) -> str:
+    """The UTF-8 text of a file. A pipe would be waited for, a device may have no end: both are
+    refused, but for those that the shell itself passes."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            passed = str(path).startswith(("/dev/stdin", "/dev/fd/"))
+            if not passed and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UserError(f"{path}: not a file")
+            os.set_blocking(file.fileno(), True)
+            content = file.read(largest + 1)
+        if len(content) > largest:
+            raise UserError(f"{path}: larger than {largest:,} bytes, the most that is read of it")
+        return content.decode()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not text, or a zero byte in the name
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"{path}: cannot be read: {reason}") from None
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path, largest: int = LARGEST) -> dict[str, Any]:
     """The JSON object that a file holds."""
-    try:
-        content = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError, ValueError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
+    content = parse_json(read_text(path, largest), path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")
     return content
+
+
+def read_record(path: str | Path, shape: type[T], largest: int = LARGEST) -> T:
+    """What a file of JSON holds, as a dataclass, a pydantic model or another type says it must
+    be."""
+    return checked(read_json(path, largest), shape, path)
+
+
+def parse_json(text: str | bytes, place: object) -> Any:
+    try:
+        content = json.loads(text, parse_int=_whole_number)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON: {first_line(error)}") from None
+    if not _bounded(content):
+        raise UserError(f"{place}: more than {DEEPEST} lists or objects inside each other")
+    return content
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds. Its size is that with all aliases written out."""
+    import yaml
+
+    loader = None
+    try:
+        loader = yaml.SafeLoader(read_text(path, LARGEST_YAML))
+        node = loader.get_single_node()
+        # Before the values are made: merges (<<) multiply what aliases stand for.
+        if not _bounded(node, LARGEST_YAML):
+            raise UserError(f"{path}: too deep, or its aliases stand for too much")
+        return None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: cannot be read ({reason})") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def checked(content: Any, shape: type[T], place: object) -> T:
+    """The content as the shape has it; the message names the field that does not fit."""
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(shape).validate_python(content)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise UserError(f"{place}: {first_mistake(error)}") from None
+
+
+def first_mistake(error: ValidationError, known: Sequence[str] = ()) -> str:
+    """Field, value and what is wrong with it; `known` are names that a wrong one may stand for."""
+    first = error.errors(include_url=False)[0]
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
+    place, problem = "".join(steps).removeprefix("."), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
+        return f"unknown field {shown(place)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    if first["type"] == "value_error" or isinstance(first["input"], (dict, list)):
+        return f"{place} {problem}".strip()
+    return f"{place} {shown(first['input'])}: {problem[0].lower()}{problem[1:]}"
+
+
+@functools.cache
+def _adapter(shape: type[T]) -> TypeAdapter[T]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(shape)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _bounded(content: Any, most: float = math.inf) -> bool:
+    """Whether it holds no more than so many values, and none too deep inside others. It does not
+    recurse, and stops counting there, however often YAML repeats a part."""
+    count, level = 0, [content]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for value in level:
+            value = getattr(value, "value", value)  # of a node of YAML
+            if isinstance(value, (dict, list, tuple)):
+                inner += value.values() if isinstance(value, dict) else value
+            if count + len(inner) > most:
+                return False
+        if not inner:
+            return True
+        count, level = count + len(inner), inner
+    return False
+
+
+def inside(folder: str | Path, name: Any) -> Path:
+    """The file of that name in a folder. A name from a file of others may be any text: one that is
+    not plain, or is a link that leads out of the folder, is refused."""
+    folder = Path(folder)
+    plain = isinstance(name, str) and name.isprintable() and name not in ("", "..")
+    if not plain or Path(name).name != name:
+        raise UserError(f"{folder}: {name!r} is not the name of a file in it")
+    path = folder / name
+    if path.is_symlink() and not _leads_inside(path):
+        raise UserError(f"{path}: a link that leads out of the folder; put the file itself there")
+    return path
+
+
+def _leads_inside(link: Path) -> bool:
+    """The Hub's cache keeps the files of `snapshots/REVISION` in `blobs` beside them."""
+    home, target = link.parent.resolve(), link.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    return target.is_relative_to(home) or target.is_relative_to(blobs)
 
 
 def packaged_config(name: str) -> str:

@@ -124,7 +124,7 @@ def resolve(text: str, /, **overrides: Any) -> SpiralConfig:
     """
     if text in PRESETS:
         return preset(text).replace(**overrides)
-    if re.match(r"[\d\s]*[+{]|[\d\s]+($|[xX×])", text):
+    if is_layout(text):
         Layout.parse(text)  # a wrong layout is said before missing sizes
         sizes = ("hidden_size", "num_heads", "vocab_size")
         missing = [name for name in sizes if name not in overrides]
@@ -142,6 +142,11 @@ def resolve(text: str, /, **overrides: Any) -> SpiralConfig:
             raise ConfigError(f"{text}: {error}") from None
         return config.replace(**overrides)
     return preset(text)  # says which names are near
+
+
+def is_layout(text: str) -> bool:
+    """Whether this means a layout, right or wrong, and not a preset or a file."""
+    return bool(re.match(r"[\d\s]*[+{]|[\d\s]+($|[xX×])", text))
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:

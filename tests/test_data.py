@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,14 @@ import pytest
 from spiralformer import cli
 from spiralformer.data import prepare, shards
 from spiralformer.data import sources as corpus
-from spiralformer.data.shards import Shard, TokenStream, append_documents, finish_shards, verify
+from spiralformer.data.shards import (
+    Shard,
+    TokenStream,
+    append_documents,
+    finish_shards,
+    read_manifest,
+    verify,
+)
 from spiralformer.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from spiralformer.data.windows import IGNORED, TokenDataset, open_split, permute, read_texts
 from spiralformer.errors import UserError
@@ -204,10 +212,46 @@ def test_stdlib_is_deterministic_and_leaves_tests_and_vendored_packages_out():
     names = [path.as_posix() for path in corpus.stdlib_files()]
     assert names == sorted(names)
     assert any(name.endswith("/argparse.py") for name in names)
-    assert not any(re.search("/tests?/|idle_test|site-packages|_bundled", name) for name in names)
+    left_out = "/tests?/|idle_test|site-packages|_bundled|/encodings/|pydoc_data|stringprep"
+    assert not any(re.search(left_out, name) for name in names)
     texts = [document.text for document in corpus.read_documents(source, corpus.ReadOptions())]
     assert len(texts) == len(names) > 300
     assert sum(len(text or "") for text in texts) > 5_000_000
+
+
+# ---------------------------------------------------------------- some text for validation
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_small_corpus_has_text_to_validate_on_and_to_train_on(tmp_path, number, seed):
+    """All of the text is on one side or the other, and the smaller part is for validation."""
+    texts = ["".join(f"line {k} of {i}\n" for k in range(20 + i)) for i in range(number)]
+    source = write_source(tmp_path / "in", "jsonl", texts)
+    said = []
+    recipe = prepare.Recipe(bpe=260, valid_fraction=1e-6, seed=seed)
+    sources = corpus.find_sources([source])
+    manifest = prepare.prepare(sources, tmp_path / "out", recipe, notice=said.append)
+    train, valid = (list(read_texts(tmp_path / "out", split)) for split in prepare.SPLITS)
+    assert train
+    assert valid
+    assert sum(map(len, valid)) < sum(map(len, train)) / 4
+    assert Counter("".join(train + valid)) == Counter("".join(texts))
+    assert any("no document falls into validation at --valid-fraction 1e-06" in s for s in said)
+    if number >= prepare.PIECES:
+        assert sorted(train + valid) == sorted(texts)  # whole documents
+    again = prepare.prepare(sources, tmp_path / "again", recipe, workers=3)
+    assert again["files"] == manifest["files"]
+
+
+def test_no_validation_is_to_be_had_where_none_is_wanted_or_there_is_no_text(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.txt").write_text("a")
+    for name, fraction in (("a", "0"), ("b", "0.5")):
+        source, out = str(tmp_path / f"{name}.txt"), str(tmp_path / name)
+        cli.main(["data", source, "--bytes", "--valid-fraction", fraction, "--out", out])
+        assert not read_manifest(out)["splits"]["valid"]["documents"]
+    assert capsys.readouterr().out.count("no validation: there is too little text") == 1
 
 
 # ---------------------------------------------------------------- Megatron's format
@@ -683,7 +727,7 @@ def test_bad_sources_are_refused_by_name(tmp_path, capsys, name, data, message):
         (["a.txt"], "choose one of --tokenizer"),
         (["a.txt", "--tokenizer", "b/c/d"], "b/c/d: no such tokenizer"),
         (["a.txt", "--tokenizer", "a.txt"], "a.txt: not a tokenizer.json"),
-        (["a.txt", "--train-bpe", "100"], "vocabulary of 100 is too small"),
+        (["a.txt", "--train-bpe", "100"], "--train-bpe 100: a vocabulary is in 257"),
         (["a.txt", "--bytes", "--valid-fraction", "1"], "--valid-fraction 1.0"),
         (["a.txt", "--bytes", "--split-documents", "some"], "not one of auto, file"),
         (["a.txt", "--bytes", "--workers", "0"], "--workers 0"),

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import datasets
@@ -109,9 +110,8 @@ WIKITEXT = """
 """
 
 
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
+def write_data(folder: Path) -> Path:
+    """What --data-dir reads."""
     for task in PAPER.values():
         write_jsonl(folder / task.scored_file, rows_of(task.file, 12))
         if task.name not in LAMBADA:
@@ -121,6 +121,11 @@ def data_dir(tmp_path_factory) -> Path:
     )
     (folder / "wikitext2_raw.test.txt").write_text(WIKITEXT)
     return folder
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -501,9 +506,10 @@ def test_our_class_equals_the_harnesss_own_in_every_task(
     for name in PAPER:
         expected = theirs.metrics(name, f"{shots}-shot")
         assert expected
-        for metric, (value, stderr) in ours.metrics(name, f"{shots}-shot").items():
-            assert value == pytest.approx(expected[metric].value, rel=1e-4), (name, metric)
-            assert stderr == pytest.approx(expected[metric].stderr, rel=1e-3), (name, metric)
+        for metric, got in ours.metrics(name, f"{shots}-shot").items():
+            wanted = expected[metric]
+            assert got.value == pytest.approx(wanted.value, rel=1e-4), (name, metric)
+            assert got.stderr == pytest.approx(wanted.stderr, rel=1e-3), (name, metric)
 
 
 @pytest.mark.parametrize("shots", [0, 5])
@@ -515,7 +521,7 @@ def test_knowing_every_answer_is_100_percent_and_the_opposite_0(loaded, shots, b
     for name in chosen:
         metrics = scored.metrics(name, f"{shots}-shot")
         assert PAPER[name].metric in metrics
-        assert {value for value, _ in metrics.values()} == {share}, name
+        assert {each.value for each in metrics.values()} == {share}, name
         assert counts(scored, name, f"{shots}-shot") == 12
 
 
@@ -530,7 +536,8 @@ def test_lambada_is_about_the_last_word(loaded):
         assert metrics["perplexity"].value == pytest.approx(expected)
         assert metrics["perplexity"].stderr > 0
         stderr = np.std([1] * 3 + [0] * 9, ddof=1) / math.sqrt(12)
-        assert metrics["acc"] == pytest.approx((3 / 12, stderr))
+        assert metrics["acc"][:2] == pytest.approx((3 / 12, stderr))
+        assert (metrics["acc"].higher, metrics["perplexity"].higher) == (True, False)
     assert all("word" not in context for context, _ in stub.seen)
 
 
@@ -630,6 +637,52 @@ def test_columns_are_the_papers_and_its_row_stands_beside_ours():
     assert tables.paper_name(presets.preset("spiral-b-nano-mesh")) is None
 
 
+@pytest.mark.parametrize(
+    ("metric", "one", "two", "bold"),
+    [
+        ("acc", (0.60, 0.03), (0.50, 0.03), [0]),
+        ("acc", (0.50, 0.03), (0.60, 0.03), [1]),
+        ("acc", (0.6001, 0.03), (0.50, 0.04), [0]),  # 2.0 errors of the difference, which is 0.05
+        ("acc", (0.5999, 0.03), (0.50, 0.04), []),
+        ("acc", (0.60, "N/A"), (0.50, 0.01), []),
+        ("perplexity", (9.0, 0.1), (8.0, 0.1), [1]),
+        ("unknown", (9.0, 0.1), (8.0, 0.1), []),  # nobody says whether more of it is better
+        ("token_perplexity", (9.0, 0.1, 70), (8.0, 0.1, 70), [1]),
+        ("token_perplexity", (9.0, 0.1, 70), (8.0, 0.1, 80), []),  # of different tokenizers
+    ],
+)
+def test_bold_is_what_surpasses_all_others_beyond_the_error(metric, one, two, bold):
+    directions = {"t": {"acc": True, "perplexity": False, "token_perplexity": False}}
+    models = []
+    for name, (value, stderr, *tokens) in (("one", one), ("two", two)):
+        row = {f"{metric},none": value, f"{metric}_stderr,none": stderr, "tokens": sum(tokens)}
+        results = {"results": {"t": row}, "higher_is_better": directions}
+        models.append(evaluation({"texts": results, "0-shot": results}, name))
+    for table in (tables.text_table(models), tables.other_table(models)):
+        lines = table.render(plain=False).splitlines()[2:]
+        assert [k for k, line in enumerate(lines) if "**" in line] == bold
+
+
+def test_bold_compares_models_in_the_same_row_only():
+    """Not with the other shots, and not with what the paper printed."""
+    name = "spiral-b-160m-mesh"
+    mine = made_up(dict.fromkeys(PAPER, 90.0), config=presets.preset(name))
+    assert len(tables.table_3([mine]).rows) == 2
+    assert "**" not in tables.table_3([mine]).render(plain=False)
+    mine.results["5-shot"] = made_up(dict.fromkeys(PAPER, 70.0)).results["0-shot"]
+    assert "**" not in tables.table_3([mine]).render(plain=False)
+    del mine.results["5-shot"]
+    worse = made_up(dict.fromkeys(PAPER, 80.0))
+    assert tables.table_3([mine, worse]).render(plain=False).count("**") == 2 * 10
+    assert tables.table_3([mine, worse]).render(plain=True).count("*") == 10
+
+
+def test_the_extra_installs_what_is_needed():
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    packages = [re.match(r"\w+", each)[0] for each in extras["optional-dependencies"]["eval"]]
+    assert set(packages) >= set(run.NEEDED)
+
+
 # ---------------------------------------------------------------------------- the command
 
 
@@ -651,6 +704,8 @@ def test_one_command_gives_the_tables_of_several_models(ours, neox, data_dir, tm
     assert "it/s" not in progress  # of the libraries
     assert printed == (out / "table.md").read_text()
     lines = [re.split(r" *\| *", line)[1:-1] for line in printed.splitlines() if line[:1] == "|"]
+    assert "±: one standard error" in printed
+    assert "Bold: better than every other model here" in printed
     labels = [line[0] for line in lines if line[0] in ("ours", "neox")]
     assert labels == ["ours", "neox"] * 3 + ["ours"] * 3 + ["neox"] * 3
     assert not [line for line in lines if "–" in line]
@@ -660,7 +715,7 @@ def test_one_command_gives_the_tables_of_several_models(ours, neox, data_dir, tm
         assert perplexities["pile"]["sample_len"] == 5
         first = next(line for line in lines if line[0] == name)
         pile = perplexities["pile"]["token_perplexity,none"]
-        assert float(first[1].split(" ±")[0]) == pytest.approx(pile, abs=0.01)
+        assert float(first[1].strip("*").split(" ±")[0]) == pytest.approx(pile, abs=0.01)
         for shots in (0, 5):
             assert results_of(out, f"{name}/{shots}-shot").keys() >= PAPER.keys()
 
@@ -873,7 +928,7 @@ def test_unreadable_files_are_refused_with_their_line(refused, own_data, tmp_pat
         (b'{"goal": "a", "sol1": "b"}\n' * 3, f"{path}: the harness cannot use its rows"),
         (first + b"\n{oops\n", f"{path}:2: not JSON"),
         (first + b"\n\n[1]\n", f"{path}:3: not a JSON object"),
-        (first + b'\n{"goal": "\xff"}\n', f"{path}:2: not JSON ('utf-8'"),
+        (first + b'\n{"goal": "\xff"}\n', f"{path}: cannot be read: not UTF-8 text"),
         (b"\n\n", f"{path}: empty"),
     ):
         path.write_bytes(content)

@@ -1,5 +1,6 @@
 """Laws of generation, and its command."""
 
+import io
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spiralformer import SpiralConfig
+from spiralformer import SpiralConfig, load
 from spiralformer.cli import main
 from spiralformer.data.tokenizer import byte_tokenizer
 from spiralformer.decode import (
@@ -25,7 +26,7 @@ from spiralformer.decode import (
     stream,
 )
 from spiralformer.decode.generate import TextStream, penalise, probabilities
-from spiralformer.model_folder import save_model
+from spiralformer.model_folder import load_model, save_model
 from tests.strategies import VOCAB, build, configs, tokens
 
 CONFIG = SpiralConfig(
@@ -125,7 +126,7 @@ def test_rows_that_join_and_leave_between_tokens_get_what_they_get_alone(config,
     continue_in_turn(model, arrivals, cancelled)
     for row, end in cancelled.items():
         assert row.new == alone(model, row)[:end]
-        assert row.ended == ("length" if row.max_new_tokens < end else "cancelled")
+        assert row.ended == ("max_new_tokens" if row.max_new_tokens < end else "cancelled")
 
 
 @pytest.mark.parametrize("shift", ["overlap", "parallel"])
@@ -231,6 +232,96 @@ def test_the_command_prints_the_continuation_and_its_speed(folder):
     assert b"tokens/s" in done.stderr
 
 
+GREEDILY = ["--max-new-tokens", "9", "--temperature", "0"]
+
+
+def test_a_prompt_is_the_same_wherever_it_comes_from(folder, tmp_path, run_command, monkeypatch):
+    """Given, of a file, of a file of lines, piped, or typed on a terminal."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def answer(*arguments: str, stdin: io.StringIO | None = None) -> str:
+        monkeypatch.setattr("sys.stdin", stdin or io.StringIO())
+        status, out, _ = run_command("generate", folder, *GREEDILY, *arguments)
+        assert status == 0
+        return out
+
+    one, two = (answer("--prompt", text) for text in ("def f", "né"))
+    assert one.startswith("def f")
+    assert one != "def f\n"
+    (tmp_path / "prompt").write_text("def f")
+    assert answer("--prompt-file", str(tmp_path / "prompt")) == one
+    assert answer(stdin=io.StringIO("def f\n")) == one
+    assert answer("--prompt", "def f", stdin=io.StringIO("another")) == one
+    (tmp_path / "prompts").write_text("def f\n\nné\n")
+    assert answer("--prompts-file", str(tmp_path / "prompts")) == f"── 'def f'\n{one}── 'né'\n{two}"
+    long = "x" * 97  # longer than the model's longest sequence: said, and the next line is read
+    typed = Terminal(f"def f\n\n{long}\nné\n")
+    assert answer(stdin=typed) == f"> {one}> > > {two}> "
+
+
+def test_json_lines_say_what_ended_each_sample(folder, tmp_path, run_command, monkeypatch):
+    prompts = [f"x{n}" for n in range(3)]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    given = ("--prompts-file", tmp_path / "prompts", "--samples", 2, "--seed", 5, "--json")
+
+    def records(*arguments) -> list[dict]:
+        status, out, _ = run_command("generate", folder, "--max-new-tokens", 6, *arguments)
+        assert status == 0
+        return [json.loads(line) for line in out.splitlines()]
+
+    together = records(*given)
+    assert [(r["prompt"], r["sample"]) for r in together] == [
+        (p, k) for p in prompts for k in (0, 1)
+    ]
+    assert together[0]["continuation"] != together[1]["continuation"]
+    for n, record in enumerate(together):  # each draws from a seed of its own
+        assert record["ended_by"] == "max_new_tokens"
+        alone = records("--prompt", record["prompt"], "--seed", 5 + n, "--json")
+        assert alone == [record | {"sample": 0}]
+    monkeypatch.setattr("spiralformer.commands.generate.ROWS", 4)
+    assert records(*given) == together
+    text = together[0]["continuation"]
+    [stopped] = records("--prompt", "x0", "--seed", 5, "--json", "--stop", text[1])
+    assert stopped["ended_by"] == "stop"
+    assert stopped["continuation"] == text[: text.index(text[1])]
+
+
+def test_the_end_of_the_longest_sequence_is_said(folder, run_command):
+    prompt = ("--prompt", "x" * 90)
+    _, _, said = run_command("generate", folder, *prompt, "--max-new-tokens", 7)
+    assert "longest sequence" not in said
+    _, _, said = run_command("generate", folder, *prompt, "--max-new-tokens", 8, "--ignore-eos")
+    assert "note: ended at the model's longest sequence, 96 tokens" in said
+    several = ("--prompt", "y", "--max-new-tokens", 8, "--ignore-eos", "--json")
+    _, out, said = run_command("generate", folder, *prompt, *several)
+    assert "note: 1 of 2 ended at the model's longest sequence" in said
+    ends = [json.loads(line)["ended_by"] for line in out.splitlines()]
+    assert ends == ["max_length", "max_new_tokens"]
+
+
+def test_end_of_text_ends_a_row_and_is_not_shown(folder, run_command):
+    """Also where the tokenizer does not call the token special."""
+    tokenizer, (new,) = byte_tokenizer(), generate(load_model(folder), [[120]], max_new_tokens=9)
+    end = tokenizer.backend.id_to_token(new[2])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    _, out, _ = run_command("generate", folder, *GREEDILY, "--prompt", "x", "--json")
+    before = new.index(new[2])
+    assert json.loads(out) == {
+        "prompt": "x",
+        "sample": 0,
+        "continuation": tokenizer.decode(new[:before]),
+        "new_tokens": before + 1,
+        "ended_by": "end_of_text",
+    }
+    said = load(folder).generate("x", max_new_tokens=9, temperature=0)
+    assert said == f"x{tokenizer.decode(new[:before])}"
+    _, out, _ = run_command("generate", folder, *GREEDILY, "--prompt", "x", "--ignore-eos")
+    assert out == f"x{tokenizer.decode(new)}\n"
+
+
 def test_a_tokenizer_file_of_any_name_becomes_the_folders_tokenizer(folder, tmp_path):
     named = tmp_path / "20B_tokenizer.json"
     named.write_bytes((folder / "tokenizer.json").read_bytes())
@@ -271,13 +362,16 @@ def test_a_damaged_checkpoint_is_said_in_a_line(folder, capsys, how, message):
     assert not out
 
 
-def test_wrong_arguments_are_said_in_a_line(folder, tmp_path, capsys):
+def test_wrong_arguments_are_said_in_a_line(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     for extra, message in (
         ([], "give a prompt"),
+        (["--prompt", "x", "--samples", "0"], "--samples 0 must be at least 1"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "x", "--top-p", "0"], "top_p 0.0 must be in (0, 1]"),
         (["--prompt-file", str(tmp_path / "nowhere")], "nowhere: no such file"),
-        (["--prompt", "x", "--device", "nowhere"], "--device nowhere"),
+        (["--prompt", "x", "--device", "nowhere"], "--device nowhere: cannot be used here"),
+        (["--prompt", "x", "--prompt", "x" * 97], "prompt 1 has 97 tokens"),
     ):
         assert main(["generate", str(folder), *extra]) == 2
         assert message in capsys.readouterr().err

@@ -30,12 +30,12 @@ ROWS = [
     ["cli", "__main__"],
     ["commands"],
     ["serve", "study", "bench"],
-    ["train", "evaluate", "probes", "hf", "vllm"],
+    ["train", "evaluate", "probes", "hf", "vllm", "pretrained"],
     ["data", "decode"],
     ["model_folder", "reference", "convert"],
     ["model"],
-    ["accounting", "presets", "paper", "config", "costs"],
-    ["templates", "plots", "console", "files", "errors"],
+    ["diagram", "accounting", "presets", "paper", "config", "costs"],
+    ["templates", "plots", "console", "machine", "files", "errors"],
 ]
 ROW = {room: k for k, row in enumerate(ROWS) for room in row}
 
@@ -281,6 +281,10 @@ def test_count_imports_what_draws_its_tables_and_no_more(third_party, arguments)
     assert third_party(f"count {arguments}") <= CHEAP
 
 
+def test_a_diagram_waits_for_no_heavy_library(third_party):
+    assert not third_party("diagram spiral-b-160m-mesh") & HEAVY
+
+
 @pytest.mark.parametrize("arguments", ["--help", "count --help", "count --json 4+8", "trian", ""])
 def test_help_and_mistakes_import_nothing_of_others(third_party, arguments):
     assert third_party(arguments) == set()
@@ -300,6 +304,7 @@ def test_no_commands_help_waits_for_heavy_libraries(third_party, command):
         "serve nowhere",
         "eval nowhere",
         "probe nowhere --out out",
+        "diagram nowhere",
         "study nowhere",
         "bench nowhere",
         "import nowhere out",

@@ -26,7 +26,7 @@ from spiralformer.errors import UserError
 from spiralformer.model.operators import DOWNSCALE, UPSCALE, causal_shift, to_grid
 from spiralformer.model_folder import save_model
 from spiralformer.plots import to_bytes
-from spiralformer.probes import capture, diagram, measure, metrics, page
+from spiralformer.probes import capture, measure, metrics, page
 from spiralformer.probes import figures as drawings
 from spiralformer.probes import sequences as windows
 from spiralformer.probes.capture import attention_rows, mesh_routing, watching
@@ -234,6 +234,23 @@ def test_the_lens_at_the_last_state_is_the_models_own_answer():
     assert result["lens"]["loss"][-1] == pytest.approx(own)
     assert result["lens"]["accuracy"][-1] == pytest.approx(right)
     assert result["lens"]["settled"].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("config", [SPIRAL, SPIRAL.replace(layout="2")], ids=["loop", "plain"])
+def test_a_line_is_read_as_the_model_reads_it(config):
+    """By the last state; by the state before the loop, as post and head alone would."""
+    model, ids = build(config), tokens(1, 20)[0]
+    line = measure.read_line(model, ids, str)
+    assert line["tokens"] == [str(token) for token in ids.tolist()]
+    with torch.no_grad(), watching(model) as trace:
+        own = model(ids[None])
+        early = model.head(model.norm(model.post(trace.states[0])))
+    for row, logits in ((-1, own), (0, early)):
+        shares = logits[0, :-1].softmax(-1)
+        assert line["answers"][row] == [str(token) for token in shares.argmax(-1).tolist()]
+        given = shares.gather(1, ids[1:, None])[:, 0]
+        np.testing.assert_allclose(line["probability"][row], given.numpy(), rtol=1e-6)
+    assert len(line["answers"]) == 1 + config.num_iterations
 
 
 def test_a_lens_on_some_positions_sees_the_same_as_on_all(monkeypatch):
@@ -511,7 +528,7 @@ def run_probe(out, *arguments):
 @pytest.fixture(scope="module")
 def probed(place):
     """A SpiralFormer, through the command line."""
-    data = ("--data", place / "text.txt", "--length", "48")
+    data = ("--data", place / "text.txt", "--length", "48", "--line", "a <b> & c")
     return run_probe(place / "probed", place / "spiral", *data)
 
 
@@ -543,7 +560,9 @@ def test_a_probe_of_a_loaded_folder_equals_one_of_the_model(place, probed):
     """What the command wrote is what the model gives on the same sequences."""
     sample = windows.draw(str(place / "text.txt"), place / "spiral", 257, 4, 48, 0)
     own = flat(probe(build(BYTES, dtype=torch.float32), sample.sequences))
-    written = flat(ProbeResult.load(probed).models[0])
+    loaded = ProbeResult.load(probed).models[0]
+    assert "".join(loaded.values.pop("line")["tokens"]) == "a <b> & c"
+    written = flat(loaded)
     assert len(own) > 40
     assert own.keys() == written.keys()
     for name, values in own.items():
@@ -665,34 +684,6 @@ def test_names_with_markup_cannot_break_the_page(compared):
     numbers = ProbeResult.load(compared)
     numbers.models[0].name = "<b>&me</b>"
     assert "<b>&me" not in page.html(numbers, {})
-
-
-@settings(max_examples=30)
-@given(configs(max_chunk=20))
-def test_the_diagram_reads_only_complete_chunks_and_is_well_formed(config):
-    for iteration in config.iterations:
-        for i in range(50):
-            j = diagram.reads(iteration, i)
-            if i < iteration.shift:
-                assert j is None
-            else:
-                members = [k for k in range(100) if (k + iteration.offset) // iteration.chunk == j]
-                assert i - iteration.shift in members
-                assert members[-1] <= i  # complete when it is read
-    root = ElementTree.fromstring(diagram.svg(config))
-    assert root.tag.endswith("svg")
-
-
-def test_the_diagram_tells_the_papers_example():
-    config = SPIRAL.replace(layout="1+1x{1/8,1/4,1/2,1}+1", offset="zero")
-    said = diagram.describe(config, 7)
-    assert said == (
-        "Token 7 reads chunk 0 (tokens 0–7) at iteration 0, chunk 1 (tokens 4–7) at iteration 1, "
-        "chunk 3 (tokens 6–7) at iteration 2, itself at iteration 3. "
-        "Decoding it runs the core of iterations 0, 1, 2, 3."
-    )
-    assert "nothing yet at iteration 0" in diagram.describe(config, 6)
-    assert diagram.describe(config, 6).endswith("Decoding it runs the core of iteration 3.")
 
 
 def test_a_probe_is_one_class_and_a_figure_one_function(place, tmp_path, monkeypatch):
@@ -828,7 +819,7 @@ def test_the_standard_library_is_always_there(place, monkeypatch):
     ("arguments", "message"),
     [
         (["spiral"], "say where to write with --out DIR"),
-        ([], "name a model folder to probe, or --redraw DIR"),
+        ([], "name the folder of a model or of a run to probe"),
         (["nowhere", "--out", "out"], "nowhere: no such folder"),
         (["spiral", "--out", "out", "--samples", "0"], "--samples 0 must be at least 1"),
         (["spiral", "--out", "out", "--length", "1"], "--length 1 must be at least 2"),
@@ -838,6 +829,7 @@ def test_the_standard_library_is_always_there(place, monkeypatch):
         (["spiral", "--out", "out", "--data", "empty.txt"], "there is no text in it"),
         (["bare", "--out", "out", "--data", "text.txt"], "has no tokenizer.json"),
         (["spiral", "--out", "out", "--device", "nonsense"], "--device nonsense: cannot be used"),
+        (["spiral", "--out", "o", "--line", "a"], "--line has 1 token in the tokenizer of spiral"),
         (["--redraw", "spiral"], "spiral: has no numbers.json"),
         (["--redraw", "damaged"], "damaged"),
         (["spiral", "--redraw", "damaged"], "leave the checkpoints out"),

@@ -317,7 +317,7 @@ def test_chat_without_a_template_is_refused(server):
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_goes_away_frees_its_row(folder, streaming):
-    with running(folder, limits={"max_rows": 1}) as server:
+    with running(folder, limits={"max_rows": 1}, seconds=600) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         body = json.dumps({**ENDLESS, "stream": streaming, "n": 2})
         headers = {"content-type": "application/json"}
@@ -556,7 +556,7 @@ def test_a_signal_ends_it_cleanly_and_no_prompt_was_logged(folder, number, monke
     ("options", "message"),
     [
         (["{tmp}/none"], "none: no such folder"),
-        (["{tmp}"], "config.json: no such file"),
+        (["{tmp}"], "no model folder: it has no config.json"),
         (["{model}", "--port", "{taken}"], "Address already in use; choose another with --port"),
         (["{model}", "--port", "70000"], "--port 70000: a port is 0…65535"),
         (["{model}", "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),

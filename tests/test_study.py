@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,25 @@ def test_a_run_that_fails_does_not_lose_the_others_and_is_tried_again(whole, cor
     taken.unlink()
     runs.conduct()
     assert results(runs.records()) == results(whole[1])
+
+
+def test_a_result_that_cannot_be_used_is_named_and_the_others_are(whole, corpus, tmp_path, capsys):
+    shutil.copytree(whole[2], tmp_path / "study")
+    runs = study_runs(str(tmp_path / "study/two.yaml"), corpus, tmp_path / "study/cache")
+    damaged = runs.row_run(runs.study.rows[1], 4e-3, 1).folder / "result.json"
+    result = json.loads(damaged.read_text())
+    result["valid"]["loss"] = None
+    damaged.write_text(json.dumps(result))
+    metrics = runs.row_run(runs.study.rows[1], 4e-3, 0).folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + "torn\n")
+    runs.announce()
+    runs.conduct()
+    records = runs.records()
+    assert [len(row.runs) for row in records.rows] == [2, 1]
+    assert f"{damaged}: the validation loss is not finite" in records.rows[1].failures[1]
+    said = capsys.readouterr().err
+    assert said.count(str(damaged)) == 1
+    assert said.count(f"{metrics}:") == 1
 
 
 def test_a_run_that_another_study_is_at_is_waited_for(whole, corpus, tmp_path):
@@ -599,4 +619,4 @@ def test_a_malformed_study_is_refused_by_field(change, said, tmp_path, capsys):
 def test_damaged_records_are_refused_by_field(tmp_path, capsys):
     (tmp_path / "records.json").write_text(json.dumps({"study": "main"}))
     assert main(["study", "main", "--redraw", "--out", str(tmp_path)]) == 2
-    assert "title field required" in capsys.readouterr().err.lower()
+    assert "title is missing" in capsys.readouterr().err.lower()

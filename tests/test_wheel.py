@@ -15,7 +15,9 @@ import pytest
 from spiralformer.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
-DATA = {"py.typed", ".yaml", ".csv", ".html", ".cpp"}  # what is not Python, by the end of its name
+# What is not Python, by the end of its name.
+DATA = {"py.typed", ".yaml", ".csv", ".html", ".svg", ".js", ".cpp", ".json", ".safetensors"}
+MODEL = "spiralformer/assets/models/planted/config.json"
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +32,8 @@ def wheel(tmp_path_factory) -> Path:
         shutil.copy(ROOT / name, copy)
     caches = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "spiralformer", copy / "spiralformer", ignore=caches)
+    (copy / MODEL).parent.mkdir(parents=True)
+    (copy / MODEL).write_text("{}")  # a model that comes with the package
     pip(sys.executable, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, copy)
     return next(folder.glob("*.whl"))
 
@@ -65,7 +69,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
         for path in (ROOT / "spiralformer").rglob("*")
         if path.name.endswith((".py", *DATA))
     }
-    assert here <= set(zipfile.ZipFile(wheel).namelist())
+    assert here | {MODEL} <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_every_command_runs_from_the_wheel(spiralformer):

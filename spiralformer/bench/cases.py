@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from spiralformer.accounting import kv_bytes, parameters, training_bytes
 from spiralformer.bench import served
 from spiralformer.bench.peers import PEER, build, family, wrap
 from spiralformer.bench.timing import Measurement, interleave
 from spiralformer.config import SpiralConfig
 from spiralformer.console import say
 from spiralformer.decode import prefill, stream
+from spiralformer.machine import require_memory
 from spiralformer.model import SpiralFormer
 
 WHOLE = (PEER, "baseline", "looped", "spiral-b", "spiral-l")  # compared on whole sequences
@@ -142,6 +144,22 @@ def measure(
     ]
 
 
+def require_room(
+    configs: Mapping[str, SpiralConfig],
+    names: Sequence[str],
+    dtype: str,
+    tokens: int,
+    training: bool = False,
+) -> None:
+    """All models of a group are there at once."""
+    size = getattr(torch, dtype).itemsize
+    needed = 0
+    for name in names:
+        held = parameters(configs[name]).total * size + kv_bytes(configs[name], tokens, size).total
+        needed += training_bytes(configs[name], tokens, 1) if training else held
+    require_memory(needed, f"measuring {len(names)} models beside each other")
+
+
 # ---------------------------------------------------------------------------- whole sequences
 
 
@@ -153,6 +171,7 @@ def measure_whole(
     length: int,
 ) -> list[Measurement]:
     configs = family(sizes.scale, length)
+    require_room(configs, WHOLE, dtype, length, training=make is training)
     cases = {(name, ""): make(name, configs[name], dtype, length) for name in WHOLE}
     return measure(cases, setting, sizes, dtype, length, length)
 
@@ -199,6 +218,7 @@ def measure_decoding(setting: str, sizes: Sizes, dtype: str, *lengths: int) -> l
     prompts, tokens = [[7] * length for length in lengths], sizes.tokens
     most = tokens * (sizes.repeats + 1) + 1
     configs = family(sizes.scale, max(lengths) + most)
+    require_room(configs, DECODED, dtype, len(lengths) * (max(lengths) + most))
     cases: dict[tuple[str, str], Case] = {}
     for name in DECODED:
         model = build(name, configs[name], getattr(torch, dtype)).eval()

@@ -8,13 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from spiralformer.bench.peers import PEER
 from spiralformer.bench.timing import Measurement
-from spiralformer.console import cpu_name, markdown_table
+from spiralformer.console import cpu_name, escape, markdown_table
 from spiralformer.errors import UserError
-from spiralformer.files import read_json, write_json, write_text
+from spiralformer.files import read_record, write_json, write_text
 
 Group = Sequence[Measurement]
+COLOURS = {
+    PEER: "GREY",
+    "baseline": "BLACK",
+    "looped": "BLUE",
+    "spiral-b": "ORANGE",
+    "spiral-b parallel": "YELLOW",
+    "spiral-l": "GREEN",
+}
 
 
 # ---------------------------------------------------------------------------- the record
@@ -28,20 +38,44 @@ def save(folder: Path, benchmark: str, command: str, measurements: Group) -> Pat
     return path
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
+class BenchRecord(TypedDict):
+    """The contents of a record."""
+
+    command: str
+    cpu: str
+    cpu_capability: str
+    threads: int
+    python: str
+    torch: str
+    transformers: str
+    measurements: list[Measurement]
+
+
+def read(folder: Path) -> dict[str, BenchRecord]:
     """The records of a folder, by benchmark."""
     records = {}
     for path in sorted(folder.glob("bench-*.json")):
-        record = read_json(path)
         try:
-            rows = [{**row, "seconds": tuple(row["seconds"])} for row in record["measurements"]]
-            record["measurements"] = [Measurement(**row) for row in rows]
-        except (KeyError, TypeError):
-            raise UserError(
-                f"{path}: not a record of `spiralformer bench`; remove it, or choose another --out"
-            ) from None
+            record = read_record(path, BenchRecord)
+            _require_whole(record["measurements"], path)
+        except UserError as error:
+            raise UserError(f"{error}; remove it, or choose another --out") from None
         records[path.stem.removeprefix("bench-")] = record
     return records
+
+
+def _require_whole(measurements: Group, path: Path) -> None:
+    """Each measured, and beside the peer, in one of two ways."""
+    for group in groups(measurements):
+        models, kinds = {m.model for m in group}, {bool(m.seconds) for m in group}
+        if not models <= COLOURS.keys() or PEER not in models:
+            raise UserError(f"{path}: {group[0].setting}: unknown models, or none of {PEER}")
+        if len(kinds) > 1 or any(not m.tokens if m.seconds else not m.bytes for m in group):
+            raise UserError(f"{path}: {group[0].setting}: times or bytes are missing")
+        if by_length(group) and len({(m.label, m.length) for m in group}) != len(
+            {m.label for m in group}
+        ) * len({m.length for m in group}):
+            raise UserError(f"{path}: {group[0].setting}: lengths are missing")
 
 
 def machine() -> dict[str, Any]:
@@ -103,12 +137,14 @@ def write_tables(folder: Path) -> Path:
     """All records of a folder as one document."""
     parts = []
     for benchmark, record in read(folder).items():
-        parts.append(
-            f"## {benchmark}\n\n`{record['command']}` on {record['cpu']}, {record['threads']} "
-            f"threads, PyTorch {record['torch']}, transformers {record['transformers']}\n"
+        made = (
+            f"{record['command']} on {record['cpu']}, {record['threads']} threads, "
+            f"PyTorch {record['torch']}, transformers {record['transformers']}"
         )
+        parts.append(f"## {escape(benchmark)}\n\n{escape(made)}\n")
         for group in groups(record["measurements"]):
-            parts.append(f"{group[0].setting}, {group[0].dtype}\n\n{markdown_table(*rows(group))}")
+            setting = escape(f"{group[0].setting}, {group[0].dtype}")
+            parts.append(f"{setting}\n\n{markdown_table(*rows(group))}")
     path = folder / "table.md"
     write_text(path, "\n".join(parts))
     return path
@@ -125,14 +161,7 @@ def draw(folder: Path) -> Path | None:
     timed = [g for r in records for g in groups(m for m in r["measurements"] if m.seconds)]
     if not timed:
         return None
-    colours = {
-        PEER: plots.GREY,
-        "baseline": plots.BLACK,
-        "looped": plots.BLUE,
-        "spiral-b": plots.ORANGE,
-        "spiral-b parallel": plots.YELLOW,
-        "spiral-l": plots.GREEN,
-    }
+    colours = {model: getattr(plots, name) for model, name in COLOURS.items()}
 
     def bars(axes: Any, group: Group) -> None:
         places, inks = range(len(group)), [colours[m.model] for m in group]

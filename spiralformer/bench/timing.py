@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pydantic import NonNegativeInt, PositiveFloat
+
 from spiralformer.console import Progress
 
 PATIENCE = 60.0  # seconds: a case that takes longer is run once
@@ -22,10 +24,10 @@ class Measurement:
     dtype: str
     model: str
     runner: str = ""  # what ran it, where there is a choice
-    length: int = 0  # of the sequence, or of what came before
-    tokens: int = 0  # of one run
-    seconds: tuple[float, ...] = ()  # of each run
-    bytes: int = 0  # held, where memory was measured
+    length: NonNegativeInt = 0  # of the sequence, or of what came before
+    tokens: NonNegativeInt = 0  # of one run
+    seconds: tuple[PositiveFloat, ...] = ()  # of each run
+    bytes: NonNegativeInt = 0  # held, where memory was measured
 
     @property
     def label(self) -> str:

@@ -8,6 +8,7 @@ import math
 import textwrap
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from spiralformer import accounting, paper, presets
@@ -16,6 +17,7 @@ from spiralformer.config import SpiralConfig
 from spiralformer.console import count as counted
 from spiralformer.console import si, table
 from spiralformer.errors import UserError
+from spiralformer.model_folder import find_model, load_config, packaged_models
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 SIZES = ("hidden_size", "num_heads", "vocab_size")
@@ -25,8 +27,11 @@ PATTERN = 24  # positions of the triggering pattern that are drawn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    what = 'a preset (see --list), a layout such as "4+8x{1/8,1/4,1/2,1}+4", or a JSON file'
-    add("config", nargs="?", metavar="PRESET|LAYOUT|FILE", help=what)
+    what = (
+        'a preset (see --list), a layout such as "4+8x{1/8,1/4,1/2,1}+4", a JSON file, or the '
+        "folder of a model or of a run"
+    )
+    add("config", nargs="?", metavar="PRESET|LAYOUT|FILE|FOLDER", help=what)
     add("--table1", action="store_true", help="the paper's Table 1, recounted")
     add("--list", action="store_true", help="the names of the presets")
     add("--length", type=int, metavar="L", help="tokens; default: the longest sequence")
@@ -44,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--length {args.length} must be at least 1")
     if (args.config is not None) + args.table1 + args.list != 1:
         raise UserError(
-            "say one thing to count: a preset, a layout or a JSON file; or --table1; or --list"
+            "say one thing to count: a preset, a layout, a JSON file or a folder; or --table1; or "
+            "--list"
         )
     if args.config is None and any(getattr(args, name) for name in ("length", "set", *SIZES)):
         raise UserError("--table1 and --list take no sizes, lengths or settings; leave them out")
@@ -57,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         shown = show_table1(report)
     else:
         sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-        config = presets.resolve(args.config, **{**sizes, **presets.parse_settings(args.set)})
+        config = read_config(args.config, {**sizes, **presets.parse_settings(args.set)})
         report = count(args.config, config, args.length or config.max_length, args.dtype)
         shown = show(config, report)
     print(json.dumps(report, indent=2) if args.json else shown)
@@ -65,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------- one configuration
+
+
+def read_config(named: str, changes: dict[str, Any]) -> SpiralConfig:
+    """The configuration that is meant, with some fields changed."""
+    if named in presets.PRESETS or not (Path(named).is_dir() or named in packaged_models()):
+        return presets.resolve(named, **changes)
+    return load_config(find_model(named)).replace(**changes)
 
 
 def count(name: str, config: SpiralConfig, length: int, dtype: str) -> dict[str, Any]:

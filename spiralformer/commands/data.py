@@ -13,6 +13,7 @@ from spiralformer.errors import UserError
 
 RECORDS = ", ".join(suffix for suffix, kind in KINDS.items() if kind != "text")
 TEXTS = ", ".join(suffix for suffix, kind in KINDS.items() if kind == "text")
+MOST_WORKERS = 1024
 EPILOG = f"""\
 sources: a file, a folder, hf:NAME[,CONFIG][:SPLIT] (a Hugging Face dataset) or
 stdlib (the standard library of this Python). Records with a field of text:
@@ -38,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either("--train-bpe", type=int, metavar="VOCAB", help=bpe)
     either("--bytes", action="store_true", help="a token is a byte")
     add("--eot-token", metavar="TOKEN", help="end-of-text token (default: the tokenizer's)")
-    valid = "share of the documents for validation, chosen by their content (default: %(default)s)"
+    valid = (
+        "share of the documents for validation, chosen by their content: one at least, unless 0 "
+        "(default: %(default)s)"
+    )
     add("--valid-fraction", type=float, default=0.005, metavar="F", help=valid)
     add("--seed", type=int, default=0, help="of that choice (default: 0)")
     add("--text-field", default="text", metavar="NAME", help="field with the text (default: text)")
@@ -56,8 +60,8 @@ def run(args: argparse.Namespace) -> None:
         return _verify(args.verify)
     if not args.sources or not args.out:
         raise UserError("name a source and --out DIR (or --verify DIR); see --help")
-    if args.workers is not None and args.workers < 1:
-        raise UserError(f"--workers {args.workers}: at least 1 is needed")
+    if args.workers is not None and not 1 <= args.workers <= MOST_WORKERS:
+        raise UserError(f"--workers {args.workers}: not in 1 … {MOST_WORKERS:,}")
 
     from spiralformer.data.prepare import Recipe, prepare
 
@@ -134,5 +138,5 @@ def summary(manifest: dict[str, Any]) -> str:
         if manifest[what]:
             lines.append(f"left out: {count(manifest[what], f'{kind} document')}")
     if manifest["settings"]["valid_fraction"] and not manifest["splits"]["valid"]["documents"]:
-        lines.append("no document fell into validation: raise --valid-fraction")
+        lines.append("no validation: there is too little text to cut some off")
     return "\n".join(lines)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from spiralformer.console import say
 from spiralformer.evaluate.tasks import PAPER, TEXTS
-from spiralformer.files import require_folder, write_text
+from spiralformer.files import write_text
+from spiralformer.model_folder import find_model
 
 if TYPE_CHECKING:
     from spiralformer.evaluate.run import Options
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add = parser.add_argument
-    folder = "a checkpoint of ours, or the folder of any Hugging Face causal language model"
+    folder = "the folder of a model or run of ours, or of any Hugging Face causal language model"
     add("folders", nargs="+", metavar="FOLDER", help=folder)
     tasks = "what to evaluate (paper; nothing when only --text-file is given)"
     add("--tasks", nargs="+", metavar="NAME", help=tasks)
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for folder in args.folders:
-        require_folder(folder, "give one with config.json and weights")
+        find_model(folder)
 
     from spiralformer.evaluate.run import Options
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spiralformer.files import read_json, require_folder, require_free
+from spiralformer.files import read_json, require_free
+from spiralformer.model_folder import find_model
 
 FORMATS = {
     "hf": "loads with trust_remote_code=True; the folder carries the code it needs",
@@ -14,7 +15,8 @@ FORMATS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model folder")
+    folder = "the folder of a model or of a run"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=folder)
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument(
         "--format",
@@ -25,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    source, out = Path(args.checkpoint), Path(args.out)
-    require_folder(source)
+    source, out = find_model(args.checkpoint), Path(args.out)
     require_free(out)
 
     from spiralformer.hf import neox

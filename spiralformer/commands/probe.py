@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spiralformer.console import Progress
+from spiralformer.console import Progress, count
 from spiralformer.errors import UserError
 from spiralformer.files import writing
+from spiralformer.model_folder import find_model
 from spiralformer.probes import GAMMA, NUMBERS
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="a model folder")
-    parser.add_argument("--compare", metavar="OTHER", help="a second model folder, as a control")
+    folder = "the folder of a model or of a run"
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=folder)
+    parser.add_argument("--compare", metavar="OTHER", help="a second one, as a control")
     parser.add_argument(
         "--data",
         default="stdlib",
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=int, metavar="L", help="tokens of each; default: the models' max_length"
     )
+    parser.add_argument("--line", metavar="TEXT", help="a short text to read token by token, too")
     parser.add_argument("--out", metavar="DIR", help="folder for the report and the figures")
     parser.add_argument(
         "--redraw", metavar="DIR", help="draw everything again from the numbers in this folder"
@@ -70,12 +73,11 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"{args.redraw}: has no {NUMBERS}; `spiralformer probe` writes one")
         return
     if not args.checkpoint:
-        raise UserError("name a model folder to probe, or --redraw DIR")
+        raise UserError("name the folder of a model or of a run to probe, or --redraw DIR")
     if not args.out:
         raise UserError("say where to write with --out DIR")
-    for folder in (args.checkpoint, args.compare):
-        if folder and not Path(folder).is_dir():
-            raise UserError(f"{folder}: no such folder")
+    for named in filter(None, (args.checkpoint, args.compare)):
+        find_model(named)
     for name, least in (("samples", 1), ("length", 2), ("gamma", 1), ("batch", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -85,17 +87,14 @@ def _check(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> ProbeResult:
     import torch
 
-    from spiralformer.model_folder import load_config, load_model
+    from spiralformer.model_folder import load_config, load_model, usable_device
     from spiralformer.probes import sequences
-    from spiralformer.probes.measure import chunkings, probe
+    from spiralformer.probes.measure import chunkings, probe, read_line
     from spiralformer.probes.result import ProbeResult
 
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {args.device}: cannot be used ({reason})") from None
-    folders = [Path(path) for path in (args.checkpoint, args.compare) if path]
+    device = usable_device(args.device)
+    given = [path for path in (args.checkpoint, args.compare) if path]
+    folders = [find_model(path) for path in given]
     configs = [load_config(folder) for folder in folders]
     length = args.length or min(config.max_length for config in configs)
     for folder, config in zip(folders, configs, strict=True):
@@ -103,24 +102,28 @@ def _measure(args: argparse.Namespace) -> ProbeResult:
             raise UserError(
                 f"--length {length} is longer than max_length {config.max_length} of {folder}"
             )
-    names = [folder.resolve().name for folder in folders]
+    names = [Path(path).resolve().name for path in given]
     if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
+        names = given
     models, samples = [], []
     for name, folder, config in zip(names, folders, configs, strict=True):
         vocab = config.vocab_size
         sample = sequences.draw(args.data, folder, vocab, args.samples, length, args.seed)
+        line = torch.tensor(_line(folder, args.line, config.max_length) if args.line else [])
+        network, decode = load_model(folder, device=device), _decoder(folder)
         with Progress(name, len(sample.sequences), "sequences") as progress:
             model = probe(
-                load_model(folder, device=args.device),
+                network,
                 sample.sequences,
                 name=name,
                 gamma=args.gamma,
                 batch=args.batch,
                 grids=set().union(*map(chunkings, configs)),
-                decode=_decoder(folder),
+                decode=decode,
                 progress=progress.update,
             )
+        if args.line:
+            model.values["line"] = read_line(network, line.to(args.device), decode)
         samples.append(sample)
         models.append(model)
     notes = list(dict.fromkeys(note for sample in samples for note in sample.notes))
@@ -131,6 +134,18 @@ def _measure(args: argparse.Namespace) -> ProbeResult:
         else:
             notes.append("the models have different tokenizers: their sequences differ")
     return probed
+
+
+def _line(folder: Path, text: str, longest: int) -> list[int]:
+    from spiralformer.data.tokenizer import load_tokenizer
+
+    ids = load_tokenizer(folder).encode(text)
+    if not 2 <= len(ids) <= longest:
+        raise UserError(
+            f"--line has {count(len(ids), 'token')} in the tokenizer of {folder}; 2 … {longest} "
+            "are needed"
+        )
+    return ids
 
 
 def _decoder(folder: Path) -> Callable[[int], str]:
@@ -159,7 +174,7 @@ def summary(probed: ProbeResult) -> str:
         lines.append(f"  {result.overall(model)}")
         for verdict in result.verdicts(model):
             label = f"{result.SYMBOLS[verdict.metric]}, {verdict.heads} heads"
-            lines.append(f"  {label:18} {verdict.word:10} {verdict.sentence}")
+            lines.append(f"  {label:18} {verdict.word:12} {verdict.sentence}")
         lines += [f"  not drawn: {line}" for line in figures.inapplicable(model)]
     for control in probed.models[1:]:
         lines += ["", *result.against_control(probed.models[0], control)]

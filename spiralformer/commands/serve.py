@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from pathlib import Path
 
 from spiralformer.commands.generate import DTYPES
 from spiralformer.errors import UserError
-from spiralformer.files import require_folder
+from spiralformer.model_folder import find_model
 
-SHIPPED = Path(__file__).parent.parent / "assets" / "models" / "spiral-bytes"
 KEY = "SPIRALFORMER_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", default=str(SHIPPED), help="a model folder (default: spiral-bytes)")
+    model = "the folder of a model or of a run, or a name (default: spiral-bytes)"
+    add("model", nargs="?", default="spiral-bytes", help=model)
     engine = "vllm: vLLM's server; own: the server of this package; auto: vLLM where it is there"
     add("--engine", choices=("auto", "vllm", "own"), default="auto", help=engine)
     host = "address to listen on; 0.0.0.0 opens it to the network (%(default)s)"
@@ -44,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from spiralformer.serve.launch import become_vllm, bind, choose_engine
 
-    require_folder(args.model)
-    folder = Path(args.model).resolve()
+    folder = find_model(args.model).resolve()
     name = args.name or (folder.parent.name if folder.name == "model" else folder.name)
     for option in ("max_rows", "max_waiting", "max_prompt", "timeout"):
         if (value := getattr(args, option)) is not None and not 0 < value < 1e9:

@@ -14,6 +14,7 @@ from types import FrameType
 
 from spiralformer.console import say
 from spiralformer.errors import UserError
+from spiralformer.files import require_writable
 
 DEFAULT_SCALE = "bytes-s"
 RESULTS, README = Path("docs/results"), Path("README.md")  # of a checkout
@@ -72,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--jobs {args.jobs}: at least 1 is needed")
     if args.tasks and args.data_dir is None:
         raise UserError("--tasks needs --data-dir DIR, as `spiralformer eval` does")
+    if args.tasks:
+        from spiralformer.evaluate.run import require_packages
+
+        require_packages()
     if args.data and args.corpus:
         raise UserError("--data and --corpus: give one of them")
     if args.runs and args.name != "compare":
@@ -89,6 +94,9 @@ def _conduct(args: argparse.Namespace) -> int:
     from spiralformer.study import spec
 
     study = spec.load(args.name, args.scale, budget=args.budget, seeds=args.seeds, only=args.only)
+
+    if not args.dry_run:
+        require_writable(_out(args), "choose another --out")
 
     from spiralformer.study.corpus import open_corpus
     from spiralformer.study.run import RunPool, StudyRuns
@@ -115,7 +123,7 @@ def _conduct(args: argparse.Namespace) -> int:
         from spiralformer.commands.eval import evaluate
         from spiralformer.evaluate.run import Options
 
-        finished = [run for _, run in runs.rows(records.sweeps) if run.finished]
+        finished = [run for _, run in runs.rows(records.sweeps) if runs.finished(run)]
         models = [run.folder / "model" for run in finished if run.config.seed == 0]
         evaluate(models, Options(args.tasks, data_dir=args.data_dir, out=_out(args) / "eval"))
     return 1 if records.unfinished and not args.report_only else code
@@ -166,17 +174,22 @@ def _written(args: argparse.Namespace, records) -> int:
 
 @contextlib.contextmanager
 def _stopping_in_good_order() -> Iterator[None]:
-    """SIGTERM is taken as Ctrl-C: the runs save before they end."""
+    """SIGTERM and SIGHUP are taken as Ctrl-C: the runs save before they end."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # launchers may say it twice
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, interrupt)
     try:
         yield
     except KeyboardInterrupt:
         say("finished runs are kept; the same command goes on from here")
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

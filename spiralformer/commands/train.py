@@ -6,18 +6,22 @@ import argparse
 import os
 import sys
 
+from spiralformer.console import unheard
 from spiralformer.errors import UserError
 from spiralformer.files import packaged_config
 from spiralformer.presets import PRESETS
 from spiralformer.train.config import TrainConfig, describe_fields
 
 EPILOG = """\
-example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib batch=16 \\
-             optim.lr=2e-3
+example: spiralformer train spiral-b-nano-mesh data.path=runs/stdlib steps=500
 
-The same command goes on from the last checkpoint in the run's folder. Stopped
-by Ctrl-C or SIGTERM, it finishes the step and saves first. For several
-processes see docs/distributed.md.
+Where length, batch, optim.lr, optim.warmup or the vocabulary of a preset are
+not given, they are chosen to fit the data; --show prints them.
+
+The same command goes on from the last checkpoint in the run's folder, and with
+more steps= from the end of a finished run. Stopped by Ctrl-C, SIGTERM or
+SIGHUP, it finishes the micro-batch and saves first. For several processes see
+docs/distributed.md.
 
 fields, with their defaults:
 """
@@ -73,12 +77,13 @@ def run(args: argparse.Namespace) -> int:
             raise
         return 2
     if main:
-        if result.record["samples"]:
-            print(log.sample_lines(result.record["samples"]) + "\n")
-        for name, text in log.summary(result.record):
-            print(f"{name:<15}  {text}")
-        for name in ("model", "losses", "metrics", "tensorboard", "samples", "result"):
-            path = getattr(RunFolder(result.folder), name)
-            if path.exists():
-                print(f"{name:<15}  {path}")
+        with unheard():  # the run is finished, whether or not anyone reads of it
+            if result.record["samples"]:
+                print(log.sample_lines(result.record["samples"]) + "\n")
+            for name, text in log.summary(result.record):
+                print(f"{name:<15}  {text}")
+            for name in ("model", "losses", "metrics", "tensorboard", "samples", "result"):
+                path = getattr(RunFolder(result.folder), name)
+                if path.exists():
+                    print(f"{name:<15}  {path}")
     return 0

@@ -7,6 +7,7 @@ the next run with the same settings goes on from there and ends with the same by
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 from collections import deque
@@ -18,19 +19,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import NonNegativeInt
 
 from spiralformer.data.shards import (
+    LARGEST_MANIFEST,
     MANIFEST,
+    ShardRecord,
     append_documents,
     file_record,
     finish_shards,
     manifest_text,
     read_manifest,
 )
-from spiralformer.data.sources import ReadOptions, Source, document_size, read_documents
-from spiralformer.data.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from spiralformer.data.sources import (
+    LONGEST_DOCUMENT,
+    Document,
+    ReadOptions,
+    Source,
+    cut,
+    document_size,
+    read_documents,
+)
+from spiralformer.data.tokenizer import (
+    LARGEST_BPE,
+    SMALLEST_BPE,
+    TextTokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from spiralformer.errors import UserError
-from spiralformer.files import locked, read_json, write_json, write_text, writing
+from spiralformer.files import locked, read_record, write_json, write_text, writing
 
 SPLITS = ("train", "valid")
 PROGRESS = "progress.json"
@@ -38,6 +57,7 @@ LOCK = ".lock"
 BATCH_BYTES = 1 << 18  # text that a worker takes at a time
 COMMIT_BYTES = 1 << 24  # text between two commits: what an interruption costs
 BPE_BYTES = 256_000_000  # of training text that a BPE is trained on, from the first
+PIECES = 16  # into about so many each document is cut where there are fewer documents than that
 
 
 @dataclass(frozen=True)
@@ -61,26 +81,96 @@ class Recipe:
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is not in 0 … 2^63 - 1")
         document_size(self.split_documents)
+        if self.bpe is not None and not SMALLEST_BPE <= self.bpe <= LARGEST_BPE:
+            raise UserError(
+                f"--train-bpe {self.bpe}: a vocabulary is in {SMALLEST_BPE} … {LARGEST_BPE:,}"
+            )
 
 
 @dataclass
 class State:
-    """Up to where everything is on disk: the contents of `progress.json`."""
+    """Up to where everything is on disk."""
 
-    source: int = 0  # sources before this one are finished
-    document: int = 0  # and so many documents of this one
-    empty: int = 0
-    skipped: int = 0
-    shards: dict[str, list[dict[str, Any]]] = field(
+    source: NonNegativeInt = 0  # sources before this one are finished
+    document: NonNegativeInt = 0  # and so many documents of this one
+    empty: NonNegativeInt = 0
+    skipped: NonNegativeInt = 0
+    shards: dict[str, list[ShardRecord]] = field(
         default_factory=lambda: {split: [] for split in SPLITS}
     )
 
+    def __post_init__(self) -> None:
+        if set(self.shards) != set(SPLITS):
+            raise ValueError(f"shards must be of {' and '.join(SPLITS)}")
 
-def in_validation(text: bytes, recipe: Recipe) -> bool:
-    """By the content, so that a document and its copies are on the same side."""
-    salt = recipe.seed.to_bytes(8, "little")
-    digest = hashlib.blake2b(text, digest_size=8, salt=salt).digest()
-    return int.from_bytes(digest, "little") < recipe.valid_fraction * 2**64
+
+@dataclass
+class Unfinished:
+    """The contents of `progress.json`."""
+
+    settings: dict[str, Any]
+    state: State
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which documents are for validation: those of the lowest hashes. By the content, so that a
+    document and its copies are on the same side."""
+
+    seed: int
+    below: int  # 0 … 2^64: a hash under it is for validation
+    pieces: bool = False  # there are so few documents that each is cut
+
+    @classmethod
+    def of(
+        cls,
+        sources: list[Source],
+        options: ReadOptions,
+        recipe: Recipe,
+        notice: Callable[[str], None],
+    ) -> Choice:
+        """As many as the recipe says. Where that would be none, one: of the documents, or of their
+        pieces where the documents are few. Reads until there is a document for either side."""
+        asked = cls(recipe.seed, round(recipe.valid_fraction * 2**64))
+        if not asked.below:
+            return asked
+        none = f"no document falls into validation at --valid-fraction {recipe.valid_fraction:g}"
+        lowest, highest, number = 2**64, -1, 0
+        for hashed in asked.hashes(sources, options):
+            lowest, highest, number = min(lowest, hashed), max(highest, hashed), number + 1
+            if lowest < min(highest, asked.below):
+                return asked
+        if number >= PIECES and lowest < highest:
+            notice(f"{none}: one is taken for it")
+            return replace(asked, below=lowest + 1)
+        cut = replace(asked, pieces=True)
+        hashes = set(cut.hashes(sources, options))
+        if len(hashes) < 2:
+            return replace(asked, below=0)  # then at least to train on
+        notice(f"{none}: they are cut into {len(hashes)}, and one is taken for it")
+        return replace(cut, below=max(asked.below, min(hashes) + 1))
+
+    def hashes(self, sources: list[Source], options: ReadOptions) -> Iterator[int]:
+        for source in sources:
+            for text, _ in self.documents(source, options):
+                if text:
+                    yield self.hash(text.encode())
+
+    def hash(self, text: bytes) -> int:
+        salt = self.seed.to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=salt).digest(), "little")
+
+    def in_validation(self, text: bytes) -> bool:
+        return self.hash(text) < self.below
+
+    def documents(self, source: Source, options: ReadOptions) -> Iterator[Document]:
+        for document in read_documents(source, options):
+            if not self.pieces or not document.text:
+                yield document
+                continue
+            data = document.text.encode()
+            for piece in filter(None, cut(io.BytesIO(data), max(1, len(data) // PIECES))):
+                yield Document(piece.decode(), document.consumed)
 
 
 def prepare(
@@ -104,18 +194,20 @@ def prepare(
         return finished
 
     partial = out.with_name(out.name + ".partial")
-    options = ReadOptions(recipe.text_field, recipe.split_documents, skip_bad)
+    options = ReadOptions(recipe.text_field, recipe.split_documents, skip_bad, LONGEST_DOCUMENT)
     with (
         writing(partial, "run the same command again to go on, or choose another --out"),
         locked(partial / LOCK, "writing", "wait for it, or choose another --out"),
     ):
         state = _resumed(partial, settings, notice)
         try:
+            choice = Choice.of(sources, options, recipe, notice)
             if tokenizer is None:
-                tokenizer = _trained_tokenizer(partial, sources, options, recipe, notice)
+                texts = _training_texts(sources, options, choice)
+                tokenizer = _trained_tokenizer(partial, texts, recipe, notice)
             tokenizer.save(partial)
-            batches = _batches(sources, options, state)
-            with closing(_encoded(batches, tokenizer, recipe, workers)) as encoded:
+            batches = _batches(sources, replace(options, notice=notice), choice, state)
+            with closing(_encoded(batches, tokenizer, choice, workers)) as encoded:
                 _write(partial, settings, state, encoded, report)
             if not state.shards["train"]:
                 raise UserError(
@@ -184,7 +276,9 @@ class Batch(NamedTuple):
     read: int  # bytes of the sources before this point
 
 
-def _batches(sources: list[Source], options: ReadOptions, state: State) -> Iterator[Batch]:
+def _batches(
+    sources: list[Source], options: ReadOptions, choice: Choice, state: State
+) -> Iterator[Batch]:
     """All documents after `state`. Batches are the same whether or not the run was interrupted,
     because it is taken up again at the end of a batch."""
     texts: list[str] = []
@@ -192,7 +286,7 @@ def _batches(sources: list[Source], options: ReadOptions, state: State) -> Itera
     first, done = state.source, state.document  # the state moves on while this reads ahead
     before = sum(source.size or 0 for source in sources[:first])
     for number, source in enumerate(sources[first:], first):
-        for index, (text, consumed) in enumerate(read_documents(source, options), 1):
+        for index, (text, consumed) in enumerate(choice.documents(source, options), 1):
             if number == first and index <= done:
                 continue
             if text:
@@ -213,24 +307,24 @@ class Encoded(NamedTuple):
     text_bytes: int
 
 
-def _encode(texts: list[str], tokenizer: TextTokenizer, recipe: Recipe) -> list[Encoded]:
+def _encode(texts: list[str], tokenizer: TextTokenizer, choice: Choice) -> list[Encoded]:
     eot = np.array([tokenizer.eot_id], tokenizer.dtype)
     documents = []
     for text in texts:
         data, tokens = text.encode(), np.append(tokenizer.tokens(text), eot)
-        split = SPLITS[in_validation(data, recipe)]
+        split = SPLITS[choice.in_validation(data)]
         documents.append(Encoded(split, tokens, len(data)))
     return documents
 
 
 def _encoded(
-    batches: Iterator[Batch], tokenizer: TextTokenizer, recipe: Recipe, workers: int
+    batches: Iterator[Batch], tokenizer: TextTokenizer, choice: Choice, workers: int
 ) -> Generator[tuple[Batch, list[Encoded]], None, None]:
     """The batches in their order, tokenized by threads: a tokenizer works without Python's lock."""
     waiting: deque[tuple[Batch, Future[list[Encoded]]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for batch in batches:
-            waiting.append((batch, pool.submit(_encode, batch.texts, tokenizer, recipe)))
+            waiting.append((batch, pool.submit(_encode, batch.texts, tokenizer, choice)))
             if len(waiting) > 2 * workers:  # no more text in memory than keeps them busy
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -249,26 +343,22 @@ def _given_tokenizer(recipe: Recipe) -> TextTokenizer | None:
 
 
 def _trained_tokenizer(
-    partial: Path,
-    sources: list[Source],
-    options: ReadOptions,
-    recipe: Recipe,
-    notice: Callable[[str], None],
+    partial: Path, texts: Iterator[str], recipe: Recipe, notice: Callable[[str], None]
 ) -> TextTokenizer:
     """The tokenizer that an interrupted run has trained, or else another."""
     assert recipe.bpe is not None
     if (partial / "tokenizer.json").exists():
         return replace(load_tokenizer(partial), origin="byte-level BPE")
     notice(f"training a byte-level BPE of {recipe.bpe:,} tokens")
-    return train_bpe(_training_texts(sources, options, recipe), recipe.bpe)
+    return train_bpe(texts, recipe.bpe)
 
 
-def _training_texts(sources: list[Source], options: ReadOptions, recipe: Recipe) -> Iterator[str]:
+def _training_texts(sources: list[Source], options: ReadOptions, choice: Choice) -> Iterator[str]:
     """Text of training documents only: the first `BPE_BYTES` of it."""
     left = BPE_BYTES
     for source in sources:
-        for text, _ in read_documents(source, options):
-            if not text or in_validation(data := text.encode(), recipe):
+        for text, _ in choice.documents(source, options):
+            if not text or choice.in_validation(data := text.encode()):
                 continue
             yield text
             left -= len(data)
@@ -327,12 +417,12 @@ def _resumed(partial: Path, settings: dict[str, Any], notice: Callable[[str], No
     if not (partial / PROGRESS).exists():
         write_json(partial / PROGRESS, {"settings": settings, "state": vars(State())})
         return State()
-    record = read_json(partial / PROGRESS)
-    if differences := _differences(record["settings"], settings):
+    record = read_record(partial / PROGRESS, Unfinished, LARGEST_MANIFEST)
+    if differences := _differences(record.settings, settings):
         raise UserError(
             f"{partial} is an unfinished run made otherwise ({differences}); finish it or remove it"
         )
-    state = State(**record["state"])
+    state = record.state
     done = sum(shard["documents"] for split in SPLITS for shard in state.shards[split])
     notice(f"going on from {partial}: {done:,} documents are done")
     return state
@@ -347,9 +437,12 @@ def _manifest(
     for split in SPLITS:
         shards = state.shards[split]
         files += finish_shards(partial, tokenizer.dtype, shards)
-        counts = ("documents", "tokens", "bytes")
-        totals = {count: sum(shard[count] for shard in shards) for count in counts}
-        splits[split] = {**totals, "shards": shards}
+        splits[split] = {
+            "documents": sum(shard["documents"] for shard in shards),
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "bytes": sum(shard["bytes"] for shard in shards),
+            "shards": shards,
+        }
     return {
         "format": "spiralformer token shards",
         "version": 1,

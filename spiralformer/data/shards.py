@@ -16,6 +16,7 @@ A document written here is one sequence."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -23,12 +24,14 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
+from typing_extensions import TypedDict
 
 from spiralformer.errors import UserError
-from spiralformer.files import read_text
+from spiralformer.files import checked, inside, parse_json, read_text
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -36,7 +39,9 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 30  # bytes: it has a line for each source
 SHARD_TOKENS = 1 << 30  # after so many a new shard is begun
+CHECKED = 1 << 32  # bytes: so much data is checked in full when it is opened
 
 
 # ---------------------------------------------------------------- reading shards
@@ -159,6 +164,9 @@ def find_shards(path: str | Path) -> list[Shard]:
     """The shards that a path names: a pair's common name, either file of it, or a folder."""
     path = Path(path)
     if not path.is_dir():
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        if not any(file.name.startswith(path.name) for file in beside):
+            raise UserError(f"{path}: no such folder or shards; make them with spiralformer data")
         return [Shard(path)]
     indices = sorted(path.glob("*.idx"))
     if not indices:
@@ -167,6 +175,54 @@ def find_shards(path: str | Path) -> list[Shard]:
 
 
 # ---------------------------------------------------------------- folders with a manifest
+
+
+class ShardRecord(TypedDict):
+    """How much of a shard counts."""
+
+    name: Annotated[str, Field(pattern=r"^(train|valid)-[0-9]{5,9}$")]
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    bytes: NonNegativeInt
+
+
+class SplitRecord(TypedDict):
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    bytes: NonNegativeInt
+    shards: list[ShardRecord]
+
+
+class SplitRecords(TypedDict):
+    train: SplitRecord
+    valid: SplitRecord
+
+
+class TokenizerRecord(TypedDict):
+    origin: str
+    vocab_size: NonNegativeInt
+    eot: str
+    eot_id: NonNegativeInt
+
+
+class FileRecord(TypedDict):
+    size: NonNegativeInt
+    sha256: str
+
+
+FileName = Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)]
+
+
+class Manifest(TypedDict):
+    """What is asked of a manifest; it says more."""
+
+    tokenizer: TokenizerRecord
+    dtype: str
+    splits: SplitRecords
+    empty_documents: NonNegativeInt
+    skipped_documents: NonNegativeInt
+    settings: dict[str, Any]
+    files: dict[FileName, FileRecord]
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
@@ -180,39 +236,68 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise UserError(f"{path}: no such file; make the folder with spiralformer data")
-    text = read_text(path)
+    text = read_text(path, LARGEST_MANIFEST)
     try:
-        manifest = json.loads(text)
-        manifest.pop("checksum")
-        intact = manifest_text(manifest) == text
-    except (ValueError, KeyError, TypeError, AttributeError):
+        manifest = parse_json(text, path)
+        intact = manifest.pop("checksum") and manifest_text(manifest) == text
+    except (UserError, KeyError, TypeError, AttributeError):
         intact = False
     if not intact:
         raise UserError(f"{path}: damaged (its checksum does not hold); prepare the data anew")
+    checked(manifest, Manifest, path)
     return manifest
 
 
-def file_record(path: Path) -> dict[str, Any]:
+def file_record(path: Path) -> FileRecord:
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {"size": path.stat().st_size, "sha256": sha256}
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_intact(path: Path, size: int, changed: int, sha256: str) -> bool:
+    """Remembered for a file that has this size and was changed at this time."""
+    return file_record(path) == {"size": size, "sha256": sha256}
+
+
+def require_intact(path: Path, expected: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: missing; prepare the data anew")
+    about = path.stat()
+    size, sha256 = expected["size"], expected["sha256"]
+    if about.st_size != size or not _is_intact(path, size, about.st_mtime_ns, sha256):
+        raise UserError(f"{path}: damaged (its checksum differs); prepare the data anew")
+
+
+def check_opened(shards: Sequence[Shard], files: dict[str, Any] | None = None) -> None:
+    """Damage would be trained on in silence. Every byte is read where that takes seconds; of more
+    data the sizes alone are known to be right, and `verify` is there for the rest."""
+    tokens, indices = [path for shard in shards for path in shard.bins], [s.idx for s in shards]
+    for paths in (tokens, indices):
+        if files is not None and _size(paths) <= CHECKED:
+            for path in paths:
+                require_intact(path, files[path.name])
+    if _size(indices) <= CHECKED:
+        for shard in shards:
+            shard.check()
+
+
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def verify(path: str | Path) -> list[Path]:
     """Checks every file of a prepared folder against the manifest; shards that have no manifest are
     checked for consistency only. Returns the files, or raises at the first fault."""
     folder = Path(path)
+    _is_intact.cache_clear()
     if not (folder / MANIFEST).is_file():
         shards = find_shards(folder)
         files = [file for shard in shards for file in (*shard.bins, shard.idx)]
     else:
         manifest = read_manifest(folder)
         for name, expected in manifest["files"].items():
-            file = folder / name
-            if not file.is_file():
-                raise UserError(f"{file}: missing; prepare the data anew")
-            if file_record(file) != expected:
-                raise UserError(f"{file}: damaged (its checksum differs); prepare the data anew")
+            require_intact(inside(folder, name), expected)
         described = [shard for split in manifest["splits"].values() for shard in split["shards"]]
         shards = [Shard(folder / shard["name"]) for shard in described]
         files = [folder / name for name in manifest["files"]]
@@ -240,7 +325,7 @@ def write_index(path: Path, sizes: np.ndarray, dtype: np.dtype) -> None:
 def append_documents(
     folder: Path,
     split: str,
-    shards: list[dict[str, Any]],
+    shards: list[ShardRecord],
     documents: list[np.ndarray],
     text_bytes: int,
 ) -> None:
@@ -278,7 +363,7 @@ def _write_from(path: Path, count: int, array: np.ndarray) -> None:
         os.fsync(file.fileno())
 
 
-def finish_shards(folder: Path, dtype: np.dtype, shards: list[dict[str, Any]]) -> Iterator[Path]:
+def finish_shards(folder: Path, dtype: np.dtype, shards: list[ShardRecord]) -> Iterator[Path]:
     """Writes the index of each shard; yields the files of the shards."""
     for shard in shards:
         tokens, index = (folder / f"{shard['name']}{suffix}" for suffix in (".bin", ".idx"))

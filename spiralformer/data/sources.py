@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from spiralformer.errors import UserError, first_line
+from spiralformer.machine import require_package
 
 KINDS = {
     **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
@@ -34,6 +35,8 @@ COMPRESSIONS = (".gz", ".zst")
 LOOK = 1 << 16  # bytes by which a file of another name is judged to be text or not
 WHOLE_FILE_LIMIT = 1 << 20  # a text up to this size is one document under the `auto` rule
 AUTO_DOCUMENT_SIZE = 1 << 16  # a larger one is cut into documents of about this size
+LONGEST_RECORD = 1 << 29  # bytes of a line of JSON, or of a whole .json file
+LONGEST_DOCUMENT = 1 << 23  # characters: what a tokenizer makes of more takes too much memory
 
 
 # ---------------------------------------------------------------- which documents there are
@@ -114,6 +117,8 @@ def _file_source(path: Path, name: str) -> Source:
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if _kind(path) == "parquet" or path.suffix.lower() == ".zst":
+        require_package("pyarrow", f"reading {path}", "data")
     identity = {"file": name, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
     return Source(_kind(path) or "text", str(path), path, status.st_size, identity)
 
@@ -139,24 +144,32 @@ def _hugging_face_source(argument: str) -> Source:
     match = re.fullmatch(r"hf:([^:,]+)(?:,([^:,]+))?(?::([^:,]+))?", argument)
     if not match:
         raise UserError(f"{argument}: not of the form hf:NAME[,CONFIG][:SPLIT]")
+    require_package("datasets", f"reading {argument}", "data")
     name, config, split = match.groups()
     identity = {"dataset": name, "config": config, "split": split or "train"}
     return Source("hf", argument, identity=identity)
 
 
-# Tests, and packages of others that are only bundled or installed there.
-_NOT_STDLIB = {"test", "tests", "idle_test", "_bundled", "site-packages", "dist-packages"}
+# Tests, packages of others that are only bundled or installed there, and tables: of code pages, of
+# characters, of help texts. None of it reads like a program.
+_NOT_STDLIB = {
+    *("test", "tests", "idle_test", "_bundled", "site-packages", "dist-packages"),
+    *("encodings", "pydoc_data", "entities.py", "stringprep.py", "_casefix.py"),
+}
+_MADE_BY_THE_BUILD = ("_sysconfigdata", "config-", "__phello__")
 
 
 def stdlib_files() -> list[Path]:
-    """The sources of the running Python's standard library, ordered by name."""
+    """The sources of the running Python's standard library that one would read, by name."""
+
+    def wanted(name: str) -> bool:
+        return name not in _NOT_STDLIB and not name.startswith(_MADE_BY_THE_BUILD)
+
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = [name for name in folders if name not in _NOT_STDLIB]  # not even looked into
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    made_by_the_build = "_sysconfigdata"
-    kept = [path for path in files if not path.name.startswith(made_by_the_build)]
-    return sorted(kept, key=lambda path: path.as_posix())
+        folders[:] = filter(wanted, folders)  # the others are not even looked into
+        files += [Path(folder, name) for name in filter(wanted, names) if name.endswith(".py")]
+    return sorted(files, key=lambda path: path.as_posix())
 
 
 def _stdlib_source() -> Source:
@@ -179,11 +192,26 @@ class ReadOptions:
     text_field: str = "text"
     split_documents: str = "auto"
     skip_bad: bool = False
+    longest: int = sys.maxsize  # characters; a longer document is cut into several
+    notice: Callable[[str], None] = lambda message: None
 
 
 def read_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
     """The documents of one source, in order. Bad input raises `UserError` with its place."""
-    return READERS[source.kind](source, options)
+    said = False
+    for document in READERS[source.kind](source, options):
+        text, consumed = document
+        if text is None or len(text) <= options.longest:
+            yield document
+            continue
+        if not said:
+            options.notice(
+                f"{source.name}: a document of {len(text):,} characters, and any other of more "
+                f"than {options.longest:,}, is cut into several"
+            )
+            said = True
+        for start in range(0, len(text), options.longest):
+            yield Document(text[start : start + options.longest], consumed)
 
 
 def _bad(problem: str, options: ReadOptions) -> str | None:
@@ -196,19 +224,25 @@ def _bad(problem: str, options: ReadOptions) -> str | None:
 
 def _text_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
     size = document_size(options.split_documents)
-    if size is None:  # auto
-        with _opened(source) as (stream, _):
-            large = len(stream.read(WHOLE_FILE_LIMIT + 1)) > WHOLE_FILE_LIMIT
-        size = AUTO_DOCUMENT_SIZE if large else sys.maxsize
+    if size is None and _is_larger(source, WHOLE_FILE_LIMIT):  # auto
+        size = AUTO_DOCUMENT_SIZE
+    if (size or sys.maxsize) > options.longest and _is_larger(source, options.longest):
+        size = options.longest // 4  # which `cut` may exceed fourfold
+        options.notice(f"{source.name}: cut into documents of {size:,} bytes or some more")
     offset = 0
     with _opened(source) as (stream, consumed):
-        for data in cut(stream, size):
+        for data in cut(stream, size or sys.maxsize):
             try:
                 text: str | None = data.decode()
             except UnicodeDecodeError as error:
                 text = _bad(f"{source.name}: not UTF-8 at byte {offset + error.start}", options)
             offset += len(data)
             yield Document(text, consumed())
+
+
+def _is_larger(source: Source, size: int) -> bool:
+    with _opened(source) as (stream, _):
+        return len(stream.read(size + 1)) > size
 
 
 def _stdlib_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
@@ -230,7 +264,8 @@ def _record(record: Any, place: str, consumed: int, options: ReadOptions) -> Doc
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
         if field not in content:
-            raise ValueError(f"no field {field!r} (fields here: {', '.join(content) or 'none'})")
+            names = ", ".join(content)[:200] or "none"
+            raise ValueError(f"no field {field!r} (fields here: {names})")
         text = "" if content[field] is None else content[field]
         if not isinstance(text, str):
             raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
@@ -241,7 +276,9 @@ def _record(record: Any, place: str, consumed: int, options: ReadOptions) -> Doc
         problem = "not UTF-8"
     except json.JSONDecodeError as error:
         problem = f"not valid JSON ({error.msg} at column {error.colno})"
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError as error:
         problem = str(error)
     else:
         return Document(text, consumed)
@@ -249,20 +286,32 @@ def _record(record: Any, place: str, consumed: int, options: ReadOptions) -> Doc
 
 
 def _jsonl_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
+    number = 0
     with _opened(source) as (stream, consumed):
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield _record(line, f"{source.name}:{number}", consumed(), options)
+        while line := stream.readline(LONGEST_RECORD + 1):
+            number += 1
+            place = f"{source.name}:{number}"
+            if len(line) > LONGEST_RECORD:
+                text = _bad(f"{place}: a line of more than {LONGEST_RECORD:,} bytes", options)
+                yield Document(text, consumed())
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(LOOK)
+            elif line.strip():
+                yield _record(line, place, consumed(), options)
 
 
 def _json_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
     """Records, one a line or in a list. Any other JSON (settings, a notebook) is a text."""
     with _opened(source) as (stream, _):
-        first, more = stream.readline(), stream.read(1)
+        first, more = stream.readline(LONGEST_RECORD + 1), stream.read(1)
         if more and first.startswith(b"{") and first.rstrip().endswith(b"}"):
             yield from _jsonl_documents(source, options)
             return
-        data = first + more + stream.read()
+        data = first + more + stream.read(LONGEST_RECORD)
+    if len(data) > LONGEST_RECORD:
+        problem = f"more than {LONGEST_RECORD:,} bytes of one JSON text; write a record a line"
+        yield Document(_bad(f"{source.name}: {problem}", options), source.size or 0)
+        return
     try:
         content = json.loads(data) if data.strip() else None
     except (ValueError, RecursionError):
@@ -277,8 +326,9 @@ def _json_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
 
 
 def _parquet_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
-    arrow = _optional("pyarrow", "reading .parquet files")
-    parquet = _optional("pyarrow.parquet", "reading .parquet files")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     row = 0
     try:
         with _opened(source) as (stream, _):
@@ -301,7 +351,8 @@ def _parquet_documents(source: Source, options: ReadOptions) -> Iterator[Documen
 
 
 def _hugging_face_documents(source: Source, options: ReadOptions) -> Iterator[Document]:
-    datasets = _optional("datasets", "reading Hugging Face datasets")
+    import datasets
+
     name, config, split = source.identity.values()
     try:
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
@@ -337,7 +388,8 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             if suffix == ".gz":
                 stream = gzip.GzipFile(fileobj=raw)
             elif suffix == ".zst":
-                arrow = _optional("pyarrow", "reading .zst files")
+                import pyarrow as arrow
+
                 stream = io.BufferedReader(arrow.CompressedInputStream(raw, "zstd"), 1 << 20)
             yield stream, raw.tell
     except (OSError, EOFError, zlib.error) as error:
@@ -345,16 +397,6 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             raise UserError(f"{source.name}: cannot be read: {reason}") from None
         raise UserError(
             f"{source.name}: truncated or damaged compressed file ({error}); fetch it anew"
-        ) from None
-
-
-def _optional(module: str, purpose: str) -> Any:
-    try:
-        return __import__(module, fromlist=["_"])
-    except ImportError:
-        package = module.partition(".")[0]
-        raise UserError(
-            f"{purpose} needs the package {package}: pip install 'spiralformer[data]'"
         ) from None
 
 
@@ -367,9 +409,9 @@ def document_size(rule: str) -> int | None:
         return None
     if rule == "file":
         return sys.maxsize
-    size = re.fullmatch(r"([1-9]\d*)([kM]?)", rule)
+    size = re.fullmatch(r"([1-9][0-9]{0,11})([kM]?)", rule)
     if not size:
-        raise UserError(f"--split-documents {rule}: not one of auto, file, a size (64k, 1M)")
+        raise UserError(f"--split-documents {rule[:40]}: not one of auto, file, a size (64k, 1M)")
     return int(size[1]) << {"": 0, "k": 10, "M": 20}[size[2]]
 
 

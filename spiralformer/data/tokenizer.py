@@ -14,10 +14,12 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spiralformer.errors import UserError, first_line
-from spiralformer.files import read_json, write_text
+from spiralformer.files import read_record, write_text
 
 EOT = "<|endoftext|>"
 KNOWN_EOTS = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<|eot|>")
+SMALLEST_BPE = 256 + 1  # every byte, and end of text
+LARGEST_BPE = 1 << 20
 _LARGEST_UINT16_VOCAB = 65_500  # Megatron's limit, which leaves room for tokens added later
 
 
@@ -120,14 +122,33 @@ def _from_transformers(path: Path) -> Tokenizer:
     if not path.is_dir() and (len(path.parts) > 2 or path.suffix == ".json"):
         raise UserError(f"{path}: no such tokenizer; give a tokenizer.json or a folder with one")
     from transformers import AutoTokenizer
+    from transformers.utils.logging import set_verbosity_error
 
+    set_verbosity_error()  # what is wrong is said once, below
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{path}: the tokenizer brings code of its own, which is not run; give a "
+                "tokenizer.json"
+            ) from None
         raise UserError(f"{path}: cannot load a tokenizer from it: {first_line(error)}") from None
     if not tokenizer.is_fast:
         raise UserError(f"{path}: only tokenizers that convert to tokenizer.json can be used")
     return tokenizer.backend_tokenizer
+
+
+@dataclass
+class _Token:
+    content: str
+
+
+@dataclass
+class _Config:
+    """What is asked of a tokenizer_config.json."""
+
+    eos_token: str | _Token | None = None
 
 
 def _end_of_text(backend: Tokenizer, path: Path, eot: str | None) -> str:
@@ -139,8 +160,8 @@ def _end_of_text(backend: Tokenizer, path: Path, eot: str | None) -> str:
     candidates = list(KNOWN_EOTS)
     config = path / "tokenizer_config.json"
     if config.is_file():
-        named = read_json(config).get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
+        named = read_record(config, _Config).eos_token
+        named = named.content if isinstance(named, _Token) else named
         candidates = [named, *candidates] if named else candidates
     for token in candidates:
         if backend.token_to_id(token) is not None:
@@ -150,9 +171,6 @@ def _end_of_text(backend: Tokenizer, path: Path, eot: str | None) -> str:
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """A byte-level BPE in GPT-2's manner. The same texts give the same tokenizer."""
-    smallest = 256 + 1  # every byte, and end of text
-    if vocab_size < smallest:
-        raise UserError(f"a BPE vocabulary of {vocab_size} is too small: it needs {smallest}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

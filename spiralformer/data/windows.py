@@ -21,9 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spiralformer.data.shards import MANIFEST, Shard, TokenStream, find_shards, read_manifest
+from spiralformer.data.shards import (
+    MANIFEST,
+    Shard,
+    TokenStream,
+    check_opened,
+    find_shards,
+    read_manifest,
+)
 from spiralformer.errors import UserError
-from spiralformer.files import digest
+from spiralformer.files import digest, inside
 from spiralformer.model.loss import IGNORE as IGNORED
 
 # ---------------------------------------------------------------- opening
@@ -56,6 +63,7 @@ def open_split(path: str | Path, split: str = "train", *, holdout: float = 0.0) 
     if (Path(path) / MANIFEST).is_file():
         return _open_prepared(Path(path), split)
     shards = find_shards(path)
+    check_opened(shards)
     stream = TokenStream([array for shard in shards for array in shard.stream.arrays])
     names = [
         (file.name, file.stat().st_size) for shard in shards for file in (*shard.bins, shard.idx)
@@ -83,7 +91,8 @@ def _open_prepared(folder: Path, split: str) -> Split:
             f"{folder}: no document fell into the {split} split; prepare the data anew with "
             "another --valid-fraction or --seed"
         )
-    shards = [Shard(folder / shard["name"]) for shard in described["shards"]]
+    shards = [Shard(inside(folder, shard["name"])) for shard in described["shards"]]
+    check_opened(shards, manifest["files"])
     return Split(
         TokenStream([array for shard in shards for array in shard.stream.arrays]),
         _identity([split, manifest["files"]]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from spiralformer.model import SpiralFormer
 
 class RequestError(UserError, ValueError):
     """A generation request that cannot be served."""
+
+
+class NotFiniteError(RequestError):
+    """The model computes no probabilities."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ def penalise(logits: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
 
 
 def choose(logits: Tensor, seen: Sequence[int], sampling: Sampling, rng: torch.Generator) -> int:
+    if not logits.isfinite().all():
+        raise NotFiniteError("the model's logits are not finite: there is nothing to choose from")
     logits = penalise(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -85,12 +92,32 @@ def choose(logits: Tensor, seen: Sequence[int], sampling: Sampling, rng: torch.G
 # ---------------------------------------------------------------------------- rows
 
 
+Ending = Literal["end_of_text", "stop", "max_new_tokens", "max_length"]
+
+
+def ending(
+    longest: int,
+    prompt_length: int,
+    new: list[int],
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+) -> Ending | None:
+    """What ends a row with these new tokens, if anything does: a token of `stop_ids`, `stop` of the
+    new tokens, their number, or that the model's longest sequence is full."""
+    if new[-1] in stop_ids:
+        return "end_of_text"
+    if stop is not None and stop(new):
+        return "stop"
+    if len(new) >= max_new_tokens:
+        return "max_new_tokens"
+    read = prompt_length + len(new) - 1  # the newest token is not read yet
+    return "max_length" if read >= longest else None
+
+
 @dataclass(eq=False)
 class Row:
-    """A sequence to be continued: what was asked for, and what has come of it.
-
-    It ends after a token of `stop_ids`, when `stop(its new tokens)` is true, after
-    `max_new_tokens`, or when the model's longest sequence is full."""
+    """A sequence to be continued: what was asked for, and what has come of it."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -98,7 +125,7 @@ class Row:
     stop_ids: Sequence[int] = ()
     stop: Callable[[list[int]], bool] | None = None
     new: list[int] = field(default_factory=list)
-    ended: str = ""  # why: "stop", "length", or what another says who ends it
+    ended: str = ""  # why: an `Ending`, or what another says who ends it
 
     def __post_init__(self) -> None:
         self.rng = torch.Generator().manual_seed(self.sampling.seed)
@@ -108,10 +135,8 @@ class Row:
         text = [*self.prompt, *self.new]
         token = choose(logits, text, self.sampling, self.rng)
         self.new.append(token)
-        if token in self.stop_ids or (self.stop is not None and self.stop(self.new)):
-            self.ended = "stop"
-        elif len(self.new) >= self.max_new_tokens or len(text) >= most:
-            self.ended = "length"
+        limits = self.max_new_tokens, self.stop_ids, self.stop
+        self.ended = ending(most, len(self.prompt), self.new, *limits) or ""
         return token
 
 
@@ -173,8 +198,8 @@ def stream(
 ) -> Iterator[tuple[int, int]]:
     """Yields (row, token) as the tokens are found.
 
-    Rows end as `Row` says, each by itself; ended rows cost nothing more. `runner` is what runs the
-    stacks (see `runner_for`).
+    Rows end as `ending` says, each by itself; ended rows cost nothing more. `runner` is what runs
+    the stacks (see `runner_for`).
     """
     check_prompts(model, prompts, max_new_tokens)
     rows = [
@@ -196,11 +221,26 @@ def stream(
 
 
 def generate(
-    model: SpiralFormer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options
+    model: SpiralFormer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+    runner: Runner | RunnerName = "auto",
 ) -> list[list[int]]:
-    """The new tokens of each prompt. Options as for `stream`."""
+    """The new tokens of each prompt, as `stream` yields them."""
     new: list[list[int]] = [[] for _ in prompts]
-    for row, token in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
+    for row, token in stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids,
+        stop=stop,
+        runner=runner,
+    ):
         new[row].append(token)
     return new
 

@@ -86,7 +86,9 @@ def load() -> str | None:
         if not library().is_file():
             _build(library())
         torch.ops.load_library(library())
-    except (UserError, OSError, subprocess.SubprocessError) as error:
+    except subprocess.TimeoutExpired:
+        return f"{command()[0]} took longer than {PATIENCE:.0f} seconds"
+    except (UserError, OSError) as error:
         return str(error).splitlines()[0]
     return None
 

@@ -26,7 +26,13 @@ from spiralformer.evaluate.tasks import quiet
 from spiralformer.files import read_json
 from spiralformer.model import SpiralFormer
 from spiralformer.model.loss import CHUNK
-from spiralformer.model_folder import MODEL_TYPE, load_model, tokenizer_of
+from spiralformer.model_folder import (
+    MODEL_TYPE,
+    load_model,
+    require_finite,
+    tokenizer_of,
+    usable_device,
+)
 
 DEFAULT_NEW_TOKENS = 256  # where a task does not say how long an answer may be, as in the harness
 BATCHES = 32  # so many are sorted by length together; what they answer is kept when they are done
@@ -76,6 +82,7 @@ def _load_foreign(
             if "trust_remote_code" in str(error):
                 reason = "brings code of its own; --trust-remote-code runs it"
             raise UserError(f"{folder}: {reason}") from None
+        require_finite(dict(model.named_parameters()), folder)
         vocabulary = tokenizer.get_vocab()
         if tokenizer.eos_token is None and EOT in vocabulary:  # a bare tokenizer.json names none
             tokenizer.eos_token = EOT
@@ -99,11 +106,7 @@ def _require_fit(folder: Path, ids: int, vocab_size: int) -> None:
 def choose_device(asked: str | None) -> str:
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=asked)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {asked}: not usable here ({first_line(error)})") from None
-    return asked
+    return str(usable_device(asked))
 
 
 # ---------------------------------------------------------------------------- models

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,10 @@ from spiralformer.errors import UserError
 from spiralformer.evaluate import tasks
 from spiralformer.evaluate.perplexity import Document, perplexity
 from spiralformer.evaluate.tasks import TEXTS, LoadedTask
+from spiralformer.machine import require_package
+from spiralformer.model_folder import find_model
 
+NEEDED = ("lm_eval", "accelerate", "datasets")  # of the extra `eval`
 BOOTSTRAPS = 1000  # for the standard error of LAMBADA's perplexity
 
 
@@ -79,6 +81,8 @@ class Options:
 class Score(NamedTuple):
     value: float
     stderr: float | None = None
+    higher: bool | None = None  # whether more is better, where that is known
+    basis: int | None = None  # two scores compare where it is the same
 
 
 @dataclass
@@ -94,26 +98,34 @@ class Evaluation:
 
     def metrics(self, task: str, kind: str) -> dict[str, Score]:
         """All metrics of a task; those of a filter other than none are `metric,filter`."""
-        row = self.results.get(kind, {}).get("results", {}).get(task, {})
+        results = self.results.get(kind, {})
+        row = results.get("results", {}).get(task, {})
+        directions = results.get("higher_is_better", {}).get(task, {})
         scores = {}
         for key, value in row.items():
             metric, comma, filtered = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
                 stderr = row.get(f"{metric}_stderr,{filtered}")
                 name = metric if filtered == "none" else key
-                scores[name] = Score(value, stderr if isinstance(stderr, float) else None)
+                scores[name] = Score(
+                    value,
+                    stderr if isinstance(stderr, float) else None,
+                    directions.get(metric),
+                    row.get("tokens") if metric == "token_perplexity" else None,
+                )
         return scores
+
+
+def require_packages() -> None:
+    for name in NEEDED:
+        require_package(name, "evaluating", "eval")
 
 
 def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Evaluation]:
     """Everything asked for, for each model folder. Progress goes to standard error."""
-    needed = ("lm_eval", "accelerate", "datasets")
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise UserError(f"{', '.join(missing)} is not installed: pip install 'spiralformer[eval]'")
-    paths = [Path(folder) for folder in folders]
-    names = _short_names(paths)
-    for path in paths:
-        _require_config(path)
+    require_packages()
+    paths = [find_model(folder) for folder in folders]
+    names = _short_names([Path(folder) for folder in folders])
     most = max(options.shots, default=0)
     if options.data_dir is not None:
         tasks.require_files(options.names, options.data_dir, most)
@@ -159,13 +171,6 @@ def evaluate_folders(folders: Sequence[str | Path], options: Options) -> list[Ev
                 )
         del lm
     return evaluations
-
-
-def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent for path in folder.glob("*/config.json"))
-        hint = f"; did you mean {inside[-1]}?" if inside else ""
-        raise UserError(f"{folder}: no model folder: it has no config.json{hint}")
 
 
 def _short_names(folders: list[Path]) -> list[str]:
@@ -230,7 +235,7 @@ def _recorded(
 def score_texts(
     lm: Any, texts: dict[str, list[Document]], cache: str, limit: int | None
 ) -> dict[str, Any]:
-    """Perplexities, in the form of the harness's results."""
+    """Perplexities and bits, in the form of the harness's results. Less of each is better."""
     from lm_eval.api.model import CachingLM
 
     label, scores = lm.label, {}
@@ -240,7 +245,10 @@ def score_texts(
             lm.label = f"{label}  {name}"
             scores[name] = perplexity(cached, documents[:limit])
     cached.dbdict.close()
-    return {"results": scores}
+    less = {
+        name: {key.partition(",")[0]: False for key in metrics} for name, metrics in scores.items()
+    }
+    return {"results": scores, "higher_is_better": less}
 
 
 def score_tasks(

@@ -18,6 +18,8 @@ PERPLEXITIES = {  # columns of Table 1: where the number is
     "LD-S": ("lambada_standard", "0-shot", "perplexity"),
 }
 
+SURE = 2.0  # standard errors of a difference, beyond which it is more than chance
+
 Cells = dict[str, Score | None]
 
 
@@ -42,13 +44,29 @@ class Table:
         return list(dict.fromkeys(column for cells in ours for column, score in cells if score))
 
     def render(self, plain: bool) -> str:
-        columns = self.columns
-        rows = [
-            [*row.labels, *(self._cell(row.cells.get(column)) for column in columns)]
-            for row in self.rows
-        ]
+        mark = "{}*" if plain else "**{}**"
+        rows = []
+        for row in self.rows:
+            cells = []
+            for column in self.columns:
+                text = self._cell(row.cells.get(column))
+                cells.append(mark.format(text) if self.is_best(row, column) else text)
+            rows.append([*row.labels, *cells])
         draw = console.table if plain else console.markdown_table
-        return draw([*self.labels, *columns], rows, left=len(self.labels))
+        return draw([*self.labels, *self.columns], rows, left=len(self.labels))
+
+    def is_best(self, row: Row, column: str) -> bool:
+        """Whether a score is better than that of every other model by more than the error."""
+        score = row.cells.get(column)
+        if score is None or row.printed:
+            return False
+        rivals = [
+            rival
+            for other in self.rows
+            if other is not row and not other.printed and other.labels[1:] == row.labels[1:]
+            if (rival := other.cells.get(column)) is not None
+        ]
+        return bool(rivals) and all(surpasses(score, rival) for rival in rivals)
 
     def _cell(self, score: Score | None) -> str:
         if score is None:
@@ -60,6 +78,16 @@ class Table:
         if isinstance(value, int) or not math.isfinite(value):
             return f"{value:,}"
         return f"{value:.{self.digits}f}" if abs(value) < 1e5 else f"{value:.2e}"
+
+
+def surpasses(one: Score, other: Score) -> bool:
+    """Never where two figures do not compare, such as perplexities by different tokens."""
+    if one.higher is None or (one.higher, one.basis) != (other.higher, other.basis):
+        return False
+    if one.stderr is None or other.stderr is None:
+        return False
+    ahead = one.value - other.value if one.higher else other.value - one.value
+    return ahead > SURE * math.hypot(one.stderr, other.stderr)
 
 
 # ---------------------------------------------------------------------------- the paper's
@@ -86,12 +114,13 @@ def accuracies(evaluation: Evaluation, kind: str) -> Cells:
     for name, task in PAPER.items():
         if (score := evaluation.metrics(name, kind).get(task.metric)) is not None:
             stderr = None if score.stderr is None else 100 * score.stderr
-            cells[task.column] = Score(100 * score.value, stderr)
+            cells[task.column] = Score(100 * score.value, stderr, higher=True)
     scores = [score for score in cells.values() if score is not None]
     if len(scores) == len(PAPER):
         errors = [score.stderr for score in scores if score.stderr is not None]
         stderr = math.hypot(*errors) / len(scores) if len(errors) == len(scores) else None
-        cells["Avg"] = Score(sum(score.value for score in scores) / len(scores), stderr)
+        mean = sum(score.value for score in scores) / len(scores)
+        cells["Avg"] = Score(mean, stderr, higher=True)
     return cells
 
 
@@ -168,9 +197,15 @@ def text_table(evaluations: Sequence[Evaluation]) -> Table:
     return Table(["model", "text"], rows)
 
 
-def notes(evaluations: Sequence[Evaluation], options: Options) -> list[str]:
+def notes(evaluations: Sequence[Evaluation], options: Options, plain: bool) -> list[str]:
     """What a reader of the tables must know."""
-    lines = []
+    lines = ["±: one standard error, of a task by its examples, of a text by its documents.\n"]
+    if len(evaluations) > 1:
+        lines.append(
+            f"{'*' if plain else 'Bold'}: better than every other model here by more than "
+            f"{SURE:g} standard errors of the difference. Perplexities by different tokens are not "
+            "compared.\n"
+        )
     if options.limit:
         lines.append(f"Only the first examples of each task and text: --limit {options.limit}.\n")
     if options.text_names or options.text_files:
@@ -190,4 +225,4 @@ def render(evaluations: Sequence[Evaluation], options: Options, *, plain: bool =
     """All tables: as markdown, or plain for a terminal."""
     tables = [make(evaluations) for make in (table_1, table_3, other_table, text_table)]
     parts = [table.render(plain) for table in tables if table.columns]
-    return "\n".join([*parts, *notes(evaluations, options)])
+    return "\n".join([*parts, *notes(evaluations, options, plain)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any
 from spiralformer.data.sources import ReadOptions, find_sources, read_documents
 from spiralformer.errors import UserError, first_line
 from spiralformer.evaluate.perplexity import Document
+from spiralformer.files import parse_json, read_text
 
 Rows = dict[int, dict[str, Any]]  # of a jsonl file, by the numbers of their lines
 
@@ -259,16 +259,16 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__} {first_line(error)}"
 
 
+LARGEST_ROWS = 1 << 30  # bytes of a file of examples
+
+
 def read_rows(path: Path) -> Rows:
     """The JSON objects of a file, one a line. Blank lines are passed by."""
     rows = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_text(path, LARGEST_ROWS).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            rows[number] = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error})") from None
+        rows[number] = parse_json(line, f"{path}:{number}")
         if not isinstance(rows[number], dict):
             raise UserError(f"{path}:{number}: not a JSON object")
     if not rows:

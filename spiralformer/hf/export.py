@@ -14,7 +14,7 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 
 from spiralformer import __version__
-from spiralformer.files import new_folder, read_json, write_json
+from spiralformer.files import inside, new_folder, read_json, write_json
 from spiralformer.hf.configuration_spiralformer import SpiralFormerConfig
 from spiralformer.hf.modeling_spiralformer import SpiralFormerForCausalLM
 from spiralformer.model_folder import (
@@ -78,7 +78,9 @@ def export(checkpoint: str | Path, folder: str | Path) -> Path:
     fields["auto_map"] = {
         auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in AUTO_CLASSES.items()
     }
-    others = [checkpoint / name for name in (f"{WEIGHTS}.index.json", "generation_config.json")]
+    others = [
+        inside(checkpoint, name) for name in (f"{WEIGHTS}.index.json", "generation_config.json")
+    ]
     with new_folder(folder) as part:
         for path in (*weight_files(checkpoint), *filter(Path.exists, others)):
             shutil.copyfile(path, part / path.name)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.files import new_folder, read_json, write_json
+from spiralformer.files import inside, new_folder, read_json, write_json
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import (
     WEIGHTS,
@@ -170,7 +170,8 @@ def from_gpt_neox(folder: str | Path) -> SpiralFormer:
             f"{folder}: no such folder; a model of the Hub is fetched first, for example with "
             "`hf download EleutherAI/pythia-160m --local-dir pythia-160m`"
         )
-    config = read_config(read_json(folder / "config.json"), folder / "config.json")
+    path = inside(folder, "config.json")
+    config = read_config(read_json(path), path)
     theirs = {k: v for k, v in load_any_weights(folder).items() if not BUFFERS.search(k)}
     if "lm_head.weight" in theirs:
         theirs["embed_out.weight"] = theirs.pop("lm_head.weight")

@@ -24,10 +24,7 @@ CHECKPOINT = partial(checkpoint, use_reentrant=False)
 
 
 class SpiralFormer(nn.Module):
-    """`model(ids)` gives logits (B, L, V); `model(ids, targets)` gives the mean loss.
-
-    `targets[:, i]` is the token that follows `ids[:, i]`; targets of -100 do not count.
-    """
+    """`model(ids)` gives logits (B, L, V), `model(ids, targets)` the mean loss: see `forward`."""
 
     pre: Stack
     post: Stack
@@ -54,6 +51,10 @@ class SpiralFormer(nn.Module):
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, kept: Sequence[int] | None = None
     ) -> Tensor:
+        """Logits (B, L, V) of the token after each of `ids` (B, L), L at most config.max_length; no
+        logit depends on a later token. With `targets` (B, L), the tokens that follow, instead the
+        mean of their cross-entropy in nats; targets of -100 do not count. `kept`: only these
+        iterations of the loop, as `with_iterations` has them."""
         hidden = self.hidden(self.embed(ids), kept)
         if targets is None:
             return self.head(hidden)

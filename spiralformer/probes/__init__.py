@@ -2,7 +2,7 @@
 
 `capture` hooks a forward pass; `measure` holds the probes, each of which turns what was seen into
 numbers (by the formulas of `metrics`) and averages them over `sequences` into a `result`. The
-verdict, `figures`, `diagram` and `page` are made from the result alone.
+verdict, `figures` and `page` are made from the result alone.
 """
 
 GAMMA = 32  # tokens in the local window, at full resolution

@@ -267,6 +267,25 @@ def position_edges(count: int) -> list[int]:
     return [0, *(1 << k for k in range((count - 1).bit_length())), count]
 
 
+def ended_early(model: SpiralFormer, trace: Trace) -> list[Tensor]:
+    """What the model would give (B, L, D) if the loop ended at each state; the last is its own."""
+    return [*(model.norm(model.post(state)) for state in trace.states[:-1]), trace.out]
+
+
+@torch.no_grad()
+def read_line(model: SpiralFormer, ids: Tensor, decode: Callable[[int], str]) -> dict[str, Any]:
+    """A short text token by token: what would follow each token if the loop ended at each state,
+    and the probability of what does follow."""
+    with watching(model) as trace:
+        model.hidden(model.embed(ids[None]))
+    readings = [read_out(model, out[:, :-1], ids[None, 1:]) for out in ended_early(model, trace)]
+    return {
+        "tokens": [decode(token) for token in ids.tolist()],
+        "answers": [[decode(token) for token in tops[0].tolist()] for _, tops in readings],
+        "probability": np.array([losses[0].neg().exp().cpu().numpy() for losses, _ in readings]),
+    }
+
+
 class Lens(Probe, key="lens"):
     """What the model would answer if the loop ended at each state, (S) each: loss and accuracy
     through f_post (the last state's answer is the model's own) and without it (direct_…); settled
@@ -275,10 +294,9 @@ class Lens(Probe, key="lens"):
     def measure(self, trace: Trace, ids: Tensor) -> Columns:
         chosen = metrics.positions(ids.shape[1] - 1, metrics.LENS_POSITIONS).to(ids.device)
         targets = ids[:, 1:][:, chosen]
-        ends = [self.model.norm(self.model.post(state)) for state in trace.states[:-1]]
         answers = {
             "direct_": [self.model.norm(state[:, chosen]) for state in trace.states],
-            "": [out[:, chosen] for out in (*ends, trace.out)],
+            "": [out[:, chosen] for out in ended_early(self.model, trace)],
         }
         columns = {}
         for prefix, outs in answers.items():

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from spiralformer import plots
+from spiralformer import diagram, plots
 from spiralformer.console import count
 from spiralformer.files import write_text
-from spiralformer.probes import diagram, figures, metrics, result
+from spiralformer.probes import figures, metrics, result
 from spiralformer.probes.result import SYMBOLS, ModelResult, ProbeResult
 from spiralformer.templates import render
 
@@ -30,7 +30,7 @@ def write(probed: ProbeResult, folder: Path) -> Path:
             pictures[drawing.name] = plots.save(figure, path.with_suffix(".svg")).read_bytes()
     for k, model in enumerate(probed.models):
         name = "diagram.svg" if k == 0 else f"diagram-{k + 1}.svg"
-        write_text(folder / "figures" / name, diagram.svg(model.config) + "\n")
+        write_text(folder / "figures" / name, diagram.svg(model.config))
     write_text(folder / PAGE, html(probed, pictures))
     return folder / PAGE
 
@@ -52,6 +52,8 @@ def html(probed: ProbeResult, pictures: dict[str, bytes]) -> str:
         result=result,
         amount=amount,
         preferred=preferred,
+        answers=answers,
+        visible=_visible,
         table=table,
         count=count,
     )
@@ -83,6 +85,25 @@ def preferred(model: ModelResult) -> list[tuple[str, Any, Any]]:
             half = len(ranked) // 2
             rows.append((str(iteration.resolution), ranked[:half], ranked[half:][::-1]))
     return rows
+
+
+def answers(model: ModelResult) -> list[tuple[str, list[tuple[str, float, bool]]]]:
+    """Of a line, by the state at which the loop would have ended: what the model would have said in
+    place of each token, the probability that it gave the token, and whether it is the same."""
+    line = model["line"]
+    names = ["before the loop", *(f"after {each.resolution}" for each in model.iterations)]
+    if not model.iterations:
+        names = ["the model"]
+    return [
+        (
+            name,
+            [
+                (a, p, a == token)
+                for a, p, token in zip(said, held, line["tokens"][1:], strict=True)
+            ],
+        )
+        for name, said, held in zip(names, line["answers"], line["probability"], strict=True)
+    ]
 
 
 def _visible(text: str) -> str:

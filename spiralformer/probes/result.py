@@ -21,7 +21,7 @@ import numpy as np
 from spiralformer.config import ConfigError, Iteration, SpiralConfig
 from spiralformer.console import count
 from spiralformer.errors import UserError
-from spiralformer.files import read_json, write_text
+from spiralformer.files import digest, read_json, write_text
 from spiralformer.probes import NUMBERS
 from spiralformer.probes.metrics import (
     METRICS,
@@ -119,13 +119,18 @@ class ProbeResult:
             model |= model.pop("values")
             for phase in model["loss"]["phases"]:
                 phase.pop("each", None)  # of every sequence: too much to keep
-        write_text(folder / NUMBERS, json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
+        plain = _plain(content)
+        plain["checksum"] = digest(plain)
+        write_text(folder / NUMBERS, json.dumps(plain, indent=1, allow_nan=False) + "\n")
         return folder / NUMBERS
 
     @classmethod
     def load(cls, folder: Path) -> ProbeResult:
         path = folder / NUMBERS
         content = read_json(path)
+        checksum = content.pop("checksum", None)  # older ones have none
+        if checksum is not None and checksum != digest(content):
+            raise UserError(f"{path}: damaged (its checksum does not hold); probe the model again")
         if content.pop("format", None) != FORMAT:
             raise UserError(f"{path}: not the numbers of a probe of this version")
         try:

@@ -47,8 +47,7 @@ def draw(data: str, folder: Path, vocab_size: int, wanted: int, length: int, see
         )
     elif total < wanted:
         notes.append(
-            f"{count(wanted, 'sequence')} were asked for; {source} has {total} of {length} "
-            "tokens, and all were used"
+            f"{wanted:,} sequences were asked for; {source} has only {total:,} of {length} tokens"
         )
     chosen = sorted(random.Random(seed).sample(range(total), min(wanted, total)))
     windows = [stream.read(i * size, (i + 1) * size) for i in chosen]

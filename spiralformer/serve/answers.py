@@ -15,6 +15,12 @@ from spiralformer.serve.engine import Event, Job, Score
 from spiralformer.serve.schema import ChatRequest, CompletionRequest
 
 Scored = tuple[int, Score | None]
+FINISH = {  # OpenAI's words for what ends a row
+    "end_of_text": "stop",
+    "stop": "stop",
+    "max_new_tokens": "length",
+    "max_length": "length",
+}
 
 
 class Choice:
@@ -64,7 +70,7 @@ class Choice:
         else:
             choice["text"] = piece
         choice["logprobs"] = self._logprobs()
-        choice["finish_reason"] = event.ended or None
+        choice["finish_reason"] = FINISH.get(event.ended)
         if self.request.iterations:
             choice["iterations"], self.ran = self.ran, []
         return choice

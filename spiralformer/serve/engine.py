@@ -24,7 +24,7 @@ from spiralformer.model import SpiralFormer
 
 PIECE = 512  # tokens of prompts that are read between two steps of the batch
 
-# Why a row ends, beside "stop" and "length"
+# Why a row ends, beside what `decode.generate.ending` knows
 GONE, LATE, CLOSED, FAILED = "gone", "late", "closed", "failed"
 
 
@@ -192,7 +192,7 @@ class Engine:
             self.reading = None
             for job, scores in zip(reading.jobs, reading.scores, strict=True):
                 if not job.max_new_tokens:
-                    job.ended = job.ended or "length"
+                    job.ended = job.ended or "max_new_tokens"
                 if job.scored_prompt or job.ended:
                     prompt = scores if job.scored_prompt else None
                     job.deliver(Event(job.index, prompt=prompt, ended=job.ended))

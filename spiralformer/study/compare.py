@@ -8,11 +8,10 @@ from pathlib import Path
 
 from spiralformer.console import count
 from spiralformer.errors import UserError
-from spiralformer.files import read_json
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.run import Run, machine
 from spiralformer.study.spec import Claim, Row
-from spiralformer.train import TrainConfig
+from spiralformer.train import TrainConfig, read_result
 
 
 def compare(folders: Sequence[Path]) -> Records:
@@ -24,7 +23,7 @@ def compare(folders: Sequence[Path]) -> Records:
     for folder in folders:
         if not (folder / "result.json").is_file():
             raise UserError(f"{folder}: not the folder of a finished run (it has no result.json)")
-        fields = {**read_json(folder / "result.json")["config"], "out": str(folder)}
+        fields = {**read_result(folder / "result.json")["config"], "out": str(folder)}
         run = Run(folder.name, TrainConfig.from_dict(fields))
         key = json.dumps([fields["model"], run.config.steps, run.config.batch, run.config.length])
         groups.setdefault(key, []).append((run, run.record()))

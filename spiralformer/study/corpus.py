@@ -48,9 +48,11 @@ def _embedded(cache: Path) -> Corpus:
     from spiralformer.data.prepare import Recipe, prepare
     from spiralformer.data.sources import find_sources
 
-    folder = cache / "stdlib"
-    prepare(find_sources(["stdlib"]), folder, Recipe(bytes=True, valid_fraction=VALID_FRACTION))
-    return Corpus("stdlib", str(folder), str(folder))
+    sources = find_sources(["stdlib"])
+    name = f"stdlib-{digest(sources[0].identity)[:6]}"  # another Python has another
+    folder = str(cache / name)
+    prepare(sources, folder, Recipe(bytes=True, valid_fraction=VALID_FRACTION))
+    return Corpus(name, folder, folder)
 
 
 def _of_file(file: Path, cache: Path) -> Corpus:

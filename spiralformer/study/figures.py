@@ -102,12 +102,14 @@ def _curves(ax: Axes, records: Records, over: str) -> None:
 
 
 def _looks(rows: Sequence[RowRecord]) -> dict[str, tuple[str, str]]:
-    """Colour and marker by row: the family's where it has one row only, else one of all."""
+    """Colour and marker by row: the family's where it has one row only, else one of all; runs of
+    no family take such as are far apart."""
     all_looks, looks = list(plots.FAMILIES.values()), {}
     families = [row.family for row in rows]
     for k, row in enumerate(rows):
         alone = families.count(row.family) == 1 and row.family in plots.FAMILIES
-        looks[row.id] = plots.FAMILIES[row.family] if alone else all_looks[k % len(all_looks)]
+        place = k if row.family in plots.FAMILIES else 5 * k  # of eight
+        looks[row.id] = plots.FAMILIES[row.family] if alone else all_looks[place % len(all_looks)]
     return looks
 
 

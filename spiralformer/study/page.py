@@ -8,9 +8,10 @@ import csv
 import io
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from spiralformer import paper, presets
-from spiralformer.console import count, markdown_table, table
+from spiralformer.console import count, escape, markdown_table, table
 from spiralformer.files import read_text, write_bytes, write_text
 from spiralformer.study.figures import CAPTIONS, draw
 from spiralformer.study.records import FILE, Records, RowRecord
@@ -138,7 +139,7 @@ def notes(records: Records) -> list[str]:
         made.append(f"{count(records.unfinished, 'run')} not finished")
     hours = sum(run.seconds for run in records.runs) / 3600
     made += [
-        *([f"command: `{records.command}`"] if records.command else []),
+        *([f"command: {records.command}"] if records.command else []),
         f"code: {'; '.join(sorted({run.code for run in records.runs}))}",
         f"machine: {records.machine}; the runs of the table took {hours:.2f} hours",
     ]
@@ -151,16 +152,20 @@ def notes(records: Records) -> list[str]:
 def markdown(records: Records) -> str:
     pictures = [f"![{CAPTIONS[name]}]({name}.png)\n" for name in (records.figure, "curves")]
     parts = [
-        f"# {records.title}\n",
-        f"**{finding(records)}**\n",
+        f"# {escape(records.title)}\n",
+        f"**{escape(finding(records))}**\n",
         pictures[0],
         markdown_table(*cells(records), left=2),
-        UNDER.format(records.reference) + "\n",
-        f"{records.about}\n\n{records.setting}\n",
+        escape(UNDER.format(records.reference)) + "\n",
+        f"{escape(records.about)}\n\n{escape(records.setting)}\n",
     ]
     for heading, content in sections(records).items():
         parts += [f"## {heading}\n", markdown_table(*content, left=3)]
-    parts += ["## Notes\n", "\n".join(f"- {note}" for note in notes(records)) + "\n", pictures[1]]
+    parts += [
+        "## Notes\n",
+        "\n".join(f"- {escape(note)}" for note in notes(records)) + "\n",
+        pictures[1],
+    ]
     return "\n".join(parts)
 
 
@@ -230,8 +235,8 @@ def findings(results: Path) -> str:
     others in a line each."""
     parts = list[str]()
     for file in sorted(results.glob(f"*/{FILE}")):
-        records, folder = Records.read(file.parent), file.parent.as_posix()
-        line = f"[{records.title}]({folder}/table.md): {finding(records)}\n"
+        records, folder = Records.read(file.parent), quote(file.parent.as_posix())
+        line = f"[{escape(records.title)}]({folder}/table.md): {escape(finding(records))}\n"
         if file.parent.name == "main":
             figure = records.figure
             parts.insert(0, f"{line}\n![{CAPTIONS[figure]}]({folder}/{figure}.png)\n\n")

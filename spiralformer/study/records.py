@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from spiralformer.accounting import forward_flops, parameters, training_flops_per_token
 from spiralformer.errors import UserError
-from spiralformer.files import read_json, write_json
-from spiralformer.study.spec import Claim, Figure, Row, first_mistake
+from spiralformer.files import read_record, write_json
+from spiralformer.study.spec import Claim, Figure, Row
 
 FILE = "records.json"
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunRecord(Record):
@@ -53,7 +53,7 @@ class RunRecord(Record):
         for line in metrics:
             if line["kind"] == "train":
                 seconds = line["seconds"]
-            elif line["kind"] == "valid":
+            elif line["kind"] == "valid" and line["valid_loss"] is not None:
                 curve.append((line["tokens"], seconds, line["valid_loss"]))
         run, valid = result["run"], result["valid"]
         return cls(
@@ -204,10 +204,10 @@ class Records(Record):
 
     @classmethod
     def read(cls, folder: Path) -> Records:
-        try:
-            return cls.model_validate(read_json(folder / FILE))
-        except ValidationError as error:
-            raise UserError(f"{folder / FILE}: {first_mistake(error)}") from None
+        records = read_record(folder / FILE, cls)
+        if not records.runs:
+            raise UserError(f"{folder / FILE}: has no finished run")
+        return records
 
 
 # ---------------------------------------------------------------------------- matched

@@ -7,6 +7,8 @@ Studies share a cache: a run that another study has finished is read, not made a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import multiprocessing
 import os
@@ -29,17 +31,18 @@ from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import SpiralConfig
 from spiralformer.console import Progress, count, cpu_name, duration, say
 from spiralformer.errors import UserError
-from spiralformer.files import read_json
 from spiralformer.study import spec
 from spiralformer.study.corpus import Corpus, tokens_are_bytes
 from spiralformer.study.records import Records, RowRecord, RunRecord, SweepRecord, check_matched
 from spiralformer.study.spec import Row, Study
-from spiralformer.train import TrainConfig, read_metrics
+from spiralformer.train import TrainConfig, read_metrics, read_result
 
 FORKS = multiprocessing.get_context("forkserver")
 STARTUP = 3.0  # seconds of a run that are not training: its process, its model, its files
 GUESSED_RATE = 120e9  # FLOP/s of a machine, for a model that is too large to try
 POINTS = 8  # validations of a run
+
+say_once = functools.cache(say)
 
 
 # ---------------------------------------------------------------------------- one run
@@ -81,8 +84,10 @@ class Run:
         return self.carry_out()["valid"]["loss"]
 
     def record(self) -> RunRecord:
-        """Of a finished run."""
-        result, metrics = self.carry_out(), read_metrics(self.folder / "metrics.jsonl")
+        """Of a finished run; a UserError where it cannot be used."""
+        result, metrics = self.carry_out(), read_metrics(self.folder / "metrics.jsonl", say_once)
+        if result["valid"]["loss"] is None:
+            raise UserError(f"{self.folder}/result.json: the validation loss is not finite")
         record = RunRecord.of(result, metrics)
         if record.bits_per_byte is None and tokens_are_bytes(self.config.data.path):
             return record.model_copy(update={"bits_per_byte": record.loss / math.log(2)})
@@ -94,6 +99,15 @@ class Run:
 
 
 # ---------------------------------------------------------------------------- many runs
+
+
+def unusable(run: Run) -> str:
+    """Why what a finished run left cannot be used, if it cannot."""
+    try:
+        run.record()
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 class Child:
@@ -110,7 +124,7 @@ class Child:
         """Why it ended without a result; "" where there is one."""
         with self.reasons:
             if self.run.finished:
-                return ""
+                return unusable(self.run)
             try:
                 return " ".join(self.reasons.recv().split())
             except EOFError:  # it did not live to tell
@@ -248,6 +262,13 @@ class StudyRuns:
         factor = self.study.scale.hidden_size / row.model.hidden_size
         return self.run(row.name, row.model, row.steps, lr * factor, seed)
 
+    def finished(self, run: Run) -> bool:
+        """With a result that can be used; one that cannot is said, and counts as failed."""
+        if run.finished and run.folder not in self.pool.failures and (why := unusable(run)):
+            say(f"{run.label}: {why}")
+            self.pool.failures[run.folder] = why
+        return run.finished and run.folder not in self.pool.failures
+
     # ------------------------------------------------------------------ sweeps
 
     def next_rates(self, sweep: SweepRecord) -> list[float]:
@@ -266,8 +287,9 @@ class StudyRuns:
         while rates := self.next_rates(sweep):
             for lr in rates:
                 run = self.sweep_run(family, lr)
-                if run.finished or run.folder in self.pool.failures:
-                    losses[lr] = run.loss if run.finished else None
+                usable = self.finished(run)
+                if usable or run.folder in self.pool.failures:
+                    losses[lr] = run.loss if usable else None
             sweep = SweepRecord(tried=sorted(losses.items()))
             if not losses.keys() >= set(rates):
                 break
@@ -299,7 +321,7 @@ class StudyRuns:
         runs: dict[str, list[RunRecord]] = {row.id: [] for row in study.rows}
         failures: dict[str, dict[int, str]] = {row.id: {} for row in study.rows}
         for row, run in self.rows(sweeps):
-            if run.finished:
+            if self.finished(run):
                 runs[row.id].append(run.record())
             elif reason := self.pool.failures.get(run.folder):
                 failures[row.id][run.config.seed] = reason
@@ -361,8 +383,11 @@ class StudyRuns:
         """Seconds, starting included, at the speed of runs in the cache or of a short trial."""
         if not due:
             return 0.0
-        results = [read_json(p) for p in (self.cache / self.corpus.name).glob("*/result.json")]
-        rates = [result["flops_per_second"] for result in results if result["steps"] > 50]
+        rates = []
+        for path in (self.cache / self.corpus.name).glob("*/result.json"):
+            with contextlib.suppress(UserError):  # said where the run is needed
+                result = read_result(path)
+                rates += [result["flops_per_second"]] if result["steps"] > 50 else []
         rate = float(np.median(rates)) if rates else _tried_rate(due[0].config) / self.pool.jobs
         seconds = [run.flops / rate + STARTUP for run in due]
         return max(sum(seconds) / self.pool.jobs, *seconds) + STARTUP

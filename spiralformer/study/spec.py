@@ -7,7 +7,6 @@ budgets and rates are multiples of the scale's, so one file serves a laptop and 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,16 +14,19 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spiralformer import presets
 from spiralformer.accounting import training_flops_per_token
 from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.errors import UserError
-from spiralformer.files import CONFIGS, read_text
+from spiralformer.errors import UserError, shown
+from spiralformer.files import CONFIGS, first_mistake, read_yaml
+from spiralformer.machine import within
 
 FOLDER = CONFIGS / "studies"
+LARGEST_BUDGET = 1e15  # tokens
+MOST_SEEDS = 1000
+PATIENCE = 2.0  # seconds: a pattern may take longer than the universe lasts
 
 
 # ---------------------------------------------------------------------------- scales
@@ -77,10 +79,15 @@ def scale_named(name: str, budget: str = "") -> Scale:
     if not budget:
         return scale
     match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([kMBx]?)", budget)
-    if not match or not float(match[1]):
-        raise UserError(f"--budget {budget!r}: write tokens (400k, 3M, 1e6) or a multiple (0.5x)")
+    if not match or not 0 < float(match[1]) < LARGEST_BUDGET:
+        raise UserError(
+            f"--budget {shown(budget)}: write tokens (400k, 3M, 1e6; at most {LARGEST_BUDGET:g}) "
+            "or a multiple (0.5x)"
+        )
     factor = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "x": scale.tokens}[match[2]]
     tokens = round(float(match[1]) * factor)
+    if tokens > LARGEST_BUDGET:
+        raise UserError(f"--budget {budget}: more than {LARGEST_BUDGET:g} tokens")
     if tokens < scale.batch * scale.length:
         raise UserError(
             f"--budget {budget!r} is less than one step of {scale.batch} × {scale.length} tokens"
@@ -137,7 +144,7 @@ def _one_of(names: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Positive = Annotated[Fraction, Field(gt=0)]
+Positive = Annotated[Fraction, Field(gt=0, le=1_000_000)]
 
 
 class Fields(BaseModel):
@@ -148,7 +155,9 @@ class Fields(BaseModel):
 
 class Sweep(Fields):
     lrs: Annotated[list[Positive], Field(min_length=1)] = [Fraction(1)]  # times the scale's
-    extensions: Annotated[int, Field(ge=0)] = 0  # how often a best at the edge extends it, by 2
+    extensions: Annotated[int, Field(ge=0, le=100)] = (
+        0  # how often a best at the edge extends it, by 2
+    )
 
 
 class Claim(Fields):
@@ -207,7 +216,7 @@ class StudyFile(Fields):
     about: str = ""
     figure: Figure = "families"
     match: Literal["tokens", "flops"] = "tokens"
-    seeds: Annotated[int, Field(ge=1)] = 1
+    seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 1
     reference: str = ""  # the row that others are compared with; default: the first
     sweep: Sweep = Sweep()
     rows: list[RowFields] = Field(min_length=1)
@@ -226,29 +235,14 @@ class StudyFile(Fields):
         return self
 
 
+_KNOWN = [name for kind in (StudyFile, RowFields, Claim, Sweep) for name in kind.model_fields]
+
+
 def parse(path: Path) -> StudyFile:
     try:
-        return StudyFile.model_validate(yaml.safe_load(read_text(path)))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+        return StudyFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise UserError(f"{path}: {first_mistake(error)}") from None
-
-
-def first_mistake(error: ValidationError) -> str:
-    """Field, value and remedy in a line."""
-    first = error.errors()[0]
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]]
-    place, problem = "".join(steps).removeprefix("."), first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        known = {
-            name for kind in (StudyFile, RowFields, Claim, Sweep) for name in kind.model_fields
-        }
-        near = difflib.get_close_matches(str(first["loc"][-1]), sorted(known), 1)
-        return f"unknown field {place!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-    if first["type"] == "value_error" or isinstance(first["input"], (dict, list)):
-        return f"{place} {problem}".strip()
-    return f"{place} {first['input']!r}: {problem[0].lower()}{problem[1:]}"
+        raise UserError(f"{path}: {first_mistake(error, _KNOWN)}") from None
 
 
 # ---------------------------------------------------------------------------- rows
@@ -321,16 +315,17 @@ def load(
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if path.parent == FOLDER and not path.is_file():
         raise UserError(f"unknown study {name!r}; choose one of {', '.join(names())}, or a file")
-    if seeds is not None and seeds < 1:
-        raise UserError(f"--seeds {seeds}: at least 1 is needed")
+    if seeds is not None and not 1 <= seeds <= MOST_SEEDS:
+        raise UserError(f"--seeds {seeds}: not in 1 … {MOST_SEEDS:,}")
     sizes, file = scale_named(scale, budget), parse(path)
     try:
         rows = _rows(file, sizes)
-        chosen = tuple(row for row in rows if re.search(only, row.id))
+        with within(PATIENCE, f"--only {shown(only)}: takes too long to match"):
+            chosen = tuple(row for row in rows if re.search(only, row.id))
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
     except re.error as error:
-        raise UserError(f"--only {only!r}: bad pattern: {error}") from None
+        raise UserError(f"--only {shown(only)}: bad pattern: {error}") from None
     if not chosen:
         ids = ", ".join(row.id for row in rows)
         raise UserError(f"--only {only!r} matches no row; the rows are {ids}")

@@ -14,9 +14,17 @@ if TYPE_CHECKING:
     from spiralformer.train.config import TrainConfig
     from spiralformer.train.log import read_metrics
     from spiralformer.train.loop import train
-    from spiralformer.train.run import Interrupted, RunFolder, TrainResult
+    from spiralformer.train.run import Interrupted, RunFolder, TrainResult, read_result
 
-__all__ = ["Interrupted", "RunFolder", "TrainConfig", "TrainResult", "read_metrics", "train"]
+__all__ = [
+    "Interrupted",
+    "RunFolder",
+    "TrainConfig",
+    "TrainResult",
+    "read_metrics",
+    "read_result",
+    "train",
+]
 
 HOMES = {
     "Interrupted": "run",
@@ -24,6 +32,7 @@ HOMES = {
     "TrainConfig": "config",
     "TrainResult": "run",
     "read_metrics": "log",
+    "read_result": "run",
     "train": "loop",
 }
 

@@ -20,17 +20,22 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from typing_extensions import TypedDict
 
-from spiralformer.errors import UserError
-from spiralformer.files import digest, new_folder, read_json, write_json
+from spiralformer.errors import UserError, first_line
+from spiralformer.files import checked, digest, inside, new_folder, read_json, write_json
+from spiralformer.model_folder import require_finite
 from spiralformer.train.distributed import Processes
+from spiralformer.train.metadata import METADATA, TensorReader, read_metadata
 
 STATE, FILES = "state.json", "files.json"
 
@@ -42,14 +47,14 @@ class TrainState:
     """Where a run stands: what a checkpoint holds beside tensors. The learning rate and the data of
     a step follow from the number of finished steps."""
 
-    step: int = 0
-    tokens: int = 0  # targets trained on
-    seconds: float = 0.0  # spent in steps
-    skipped: int = 0  # steps without an update, their loss or gradient not being finite
-    skipped_in_a_row: int = 0
+    step: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0  # targets trained on
+    seconds: NonNegativeFloat = 0.0  # spent in steps
+    skipped: NonNegativeInt = 0  # steps without an update, their loss or gradient not being finite
+    skipped_in_a_row: NonNegativeInt = 0
     # Since the last line of metrics.jsonl:
-    line_tokens: int = 0
-    line_seconds: float = 0.0
+    line_tokens: NonNegativeInt = 0
+    line_seconds: NonNegativeFloat = 0.0
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -108,15 +113,14 @@ class Checkpoints:
             own: dict[str, Any] = {}
             with self._attempt(final), _alone():
                 weights, moments = get_state_dict(model, optimizers)
+                require_finite({name: _own(weight) for name, weight in weights.items()}, "weights")
                 dcp.save({"model": weights, "optimizer": moments["state"]}, checkpoint_id=part)
                 own = {path.name: _describe(path) for path in part.glob(f"__{rank}_*.distcp")}
             described = self.processes.gather(own)
             with self._attempt(final):
                 if main:
                     write_json(part / STATE, state)
-                    described.append(
-                        {name: _describe(part / name) for name in (".metadata", STATE)}
-                    )
+                    described.append({name: _describe(part / name) for name in (METADATA, STATE)})
                     write_json(part / FILES, dict(ChainMap(*described)))
                     if problem := fault(part, checksums=False):
                         raise RuntimeError(problem)
@@ -129,7 +133,10 @@ class Checkpoints:
         weights, moments = get_state_dict(model, optimizers)
         try:
             with _alone():
-                dcp.load({"model": weights, "optimizer": moments["state"]}, checkpoint_id=path)
+                dcp.load(
+                    {"model": weights, "optimizer": moments["state"]},
+                    storage_reader=TensorReader(path),
+                )
         except CheckpointException as error:
             raise UserError(f"{path}: cannot be loaded: {_reason(error)}") from None
         set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
@@ -185,12 +192,16 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
     try:
         files = read_json(checkpoint / FILES)
         for name, expected in files.items():
-            size = (checkpoint / name).stat().st_size
+            path = inside(checkpoint, name)
+            if not path.is_file():  # a pipe would be waited for
+                return f"{name} is missing"
+            size = path.stat().st_size
             if size != expected["size"]:
                 return f"{name} has {size:,} bytes in place of {expected['size']:,}"
-            if checksums and digest(checkpoint / name) != expected["sha256"][:16]:
+            if checksums and digest(path) != expected["sha256"][:16]:
                 return f"the checksum of {name} differs"
         read_state(checkpoint)
+        read_metadata(checkpoint)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except Exception as error:  # whatever a damaged file leads to
@@ -198,8 +209,21 @@ def fault(checkpoint: Path, checksums: bool = True) -> str | None:
     return None
 
 
+class RunIdentity(TypedDict):
+    """What is asked of what a run was; it says more."""
+
+    precision: Literal["float32", "bfloat16"]
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    return read_json(checkpoint / STATE)
+    path = checkpoint / STATE
+    state = read_json(path)
+    names = {"run", "code", *(each.name for each in dataclasses.fields(TrainState))}
+    if missing := names - state.keys():
+        raise UserError(f"{path}: {min(missing)} is missing")
+    checked(state, TrainState, path)
+    checked(state["run"], RunIdentity, f"{path}: run")
+    return state
 
 
 @contextlib.contextmanager
@@ -210,6 +234,11 @@ def _alone() -> Iterator[None]:
         yield
 
 
+def _own(weight: Any) -> torch.Tensor:
+    """What this process has of it."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 def _describe(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest(path)}
 
@@ -217,4 +246,7 @@ def _describe(path: Path) -> dict[str, Any]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # one for all processes that failed
         error, _ = next(iter(error.failures.values()))
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]
+    cause: BaseException | None = error  # a full disk may lie behind an error of PyTorch's own
+    while cause is not None and not getattr(cause, "strerror", None):
+        cause = cause.__cause__ or cause.__context__
+    return getattr(cause, "strerror", None) or first_line(error)

@@ -29,7 +29,8 @@ from pydantic.fields import FieldInfo
 
 from spiralformer import presets
 from spiralformer.config import ConfigError, SpiralConfig
-from spiralformer.files import read_text
+from spiralformer.errors import UserError, shown
+from spiralformer.files import read_yaml
 from spiralformer.train.optim import OPTIMIZERS, SCHEDULES
 
 # These fields and groups say how a run is carried out and looked at; it may be taken up again with
@@ -50,8 +51,9 @@ def _number(value: Any) -> Any:
         return str(value)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            return float(value) if "e" in value.lower() else value
-    return value
+            value = float(value) if "e" in value.lower() else value
+    whole = isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _list(value: Any) -> Any:
@@ -83,8 +85,8 @@ def _model(value: Any) -> SpiralConfig:
         raise ConfigError(f"model: {error}") from None
 
 
-Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-Number = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)]
+Number = Annotated[float, BeforeValidator(_number), Field(gt=-1e30, lt=1e30)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Text = Annotated[
@@ -179,7 +181,7 @@ class TrainConfig(Group):
     out: Text = _field("runs/train", "folder of the run", min_length=1)
 
     length: Count = _field(0, "tokens of a sequence; 0: the model's max_length")
-    batch: Count = _field(512, "sequences of a step, over all processes", ge=1)
+    batch: Count = _field(512, "sequences of a step, over all processes", ge=1, le=1 << 24)
     micro_batch: Count = _field(
         0, "sequences at a time on a process; 0: as many as divide its share, up to 8"
     )
@@ -262,7 +264,10 @@ class TrainConfig(Group):
             if not equals or not path:
                 raise ConfigError(f"{setting!r}: write field=value, for example optim.lr=1e-3")
             changes[path] = text
-        return cls.from_dict(_changed({"out": f"runs/{name}", **fields}, changes))
+        fields = _changed({"out": f"runs/{name}", **fields}, changes)
+        config = cls.from_dict(fields)
+        fit = {name: value for name, value in _fit(config).items() if not _is_given(name, fields)}
+        return config.override(fit)
 
     def override(self, settings: Mapping[str, Any]) -> TrainConfig:
         """The same run with some fields changed: `{"optim.lr": 1e-3, "model.shift": "parallel"}`.
@@ -311,14 +316,64 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read ({reason})") from None
+    fields = read_yaml(path)
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not a mapping of fields")
     return fields
+
+
+# ---------------------------------------------------------------------------- what fits the data
+
+PAPER_SIZED = 1 << 28  # tokens of training data from which on the paper's batches are taken
+STEPS = 1000  # in a pass over less
+
+
+def _fit(config: TrainConfig) -> dict[str, Any]:
+    """Values for what a recipe leaves open. They depend on the data and the model, and not on how
+    long the run is, so that a run can be given more steps."""
+    tokens, known = _measure(config.data)
+    if not tokens:
+        return {}
+    model, rate = config.model, 6e-4 * 768 / config.model.hidden_size  # the paper's, at its width
+    fit = {"optim.lr": float(f"{min(rate, 3e-3):.2g}")}
+    if known is not None:
+        fit["model.vocab_size"] = vocabulary(known)
+    if tokens < PAPER_SIZED:
+        coarsest = max((iteration.chunk for iteration in model.iterations), default=1)
+        length = config.length if config.length < model.max_length else max(512, 4 * coarsest)
+        length = min(length, model.max_length)
+        batch = 1 << max(2, (tokens // (STEPS * length)).bit_length() - 1)
+        fit |= {"length": length, "batch": min(batch, 512), "optim.warmup": 0.05}
+    return fit
+
+
+def _measure(data: Data) -> tuple[int, int | None]:
+    """Tokens to train on, and tokens of the tokenizer where one is known. What is wrong with the
+    data is said when they are opened."""
+    from spiralformer.data.shards import MANIFEST, find_shards, read_manifest
+
+    try:
+        if (Path(data.path) / MANIFEST).is_file():
+            manifest = read_manifest(Path(data.path))
+            return manifest["splits"]["train"]["tokens"], manifest["tokenizer"]["vocab_size"]
+        return sum(len(shard.stream) for shard in find_shards(data.path)), None
+    except UserError:
+        return 0, None
+
+
+def vocabulary(tokens: int) -> int:
+    """Of a model for a tokenizer of so many tokens: a multiple of 64."""
+    return -(-tokens // 64) * 64
+
+
+def _is_given(name: str, fields: Mapping[str, Any]) -> bool:
+    """A preset says nothing of the vocabulary; any other description of a model does."""
+    model = fields["model"]
+    if name == "model.vocab_size" and not isinstance(model, Mapping):
+        return model not in presets.PRESETS
+    if name == "model.vocab_size" and model.get("preset") not in presets.PRESETS:
+        return True
+    return name in dict(_flat(fields))
 
 
 # ---------------------------------------------------------------------------- by dotted name
@@ -367,14 +422,14 @@ def _explain(error: ValidationError) -> str:
     if isinstance(cause, ConfigError):
         return str(cause)
     if first["type"] == "extra_forbidden":
-        return f"unknown field {name!r}; {_nearest(name)}"
+        return f"unknown field {shown(name)}; {_nearest(name)}"
     if first["type"] == "missing":
         return f"{name} is missing" + (f": {FIELDS[name].description}" if name in FIELDS else "")
     if first["type"] == "model_type":
         inner = next(known for known in FIELDS if known.startswith(f"{name}."))
-        return f"{name} {first['input']!r}: a group of fields; write for example {inner}=…"
+        return f"{name} {shown(first['input'])}: a group of fields; write for example {inner}=…"
     problem = first["msg"].removeprefix("Value error, ")
-    return f"{name} {first['input']!r}: {problem[0].lower()}{problem[1:]}"
+    return f"{name} {shown(first['input'])}: {problem[0].lower()}{problem[1:]}"
 
 
 def _nearest(name: str) -> str:

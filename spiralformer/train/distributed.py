@@ -24,6 +24,7 @@ from torch.utils.benchmark import Timer
 
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
+from spiralformer.model_folder import usable_device
 
 TIMEOUT = datetime.timedelta(minutes=30)  # for what one process does while the others wait
 
@@ -111,15 +112,11 @@ def _clear_frames(error: BaseException | None) -> None:
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.empty(0, device=device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if name == "cuda":
+        name += f":{os.environ.get('LOCAL_RANK', '0')}"
+    device = usable_device(name, "device")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from spiralformer.console import duration, si
-from spiralformer.errors import UserError
-from spiralformer.files import digest, write_text
+from spiralformer.files import digest, json_text, write_text
+from spiralformer.machine import require_package
 from spiralformer.train.config import TrainConfig
 
 Record = dict[str, Any]
@@ -22,27 +23,45 @@ TIMING = ("seconds", "tokens_per_second", "flops_per_second")  # all else in a r
 # ---------------------------------------------------------------------------- records
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """The records of a run; a last line that was cut off is left out."""
+def read_metrics(path: Path, notice: Callable[[str], None] = lambda _: None) -> list[Record]:
+    """The records of a run; a line that is none, cut off or damaged, is named and left out."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     records = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if _is_record(record):
+            records.append(record)
+        else:
+            notice(f"{path}:{number}: not a record of a run; left out")
     return records
 
 
+def _is_record(record: Any) -> bool:
+    """Whether it has what is read of it."""
+    numbers = {"train": ("loss", "seconds"), "valid": ("valid_loss",)}
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("kind"), str)
+        and all(isinstance(record.get(name), int) for name in ("step", "tokens"))
+        and all(
+            isinstance(record.get(name, ""), (int, float, type(None)))
+            for name in numbers.get(record["kind"], ())
+        )
+    )
+
+
 @contextlib.contextmanager
-def metrics_file(path: Path, step: int) -> Iterator[Sink]:
+def metrics_file(path: Path, step: int, notice: Callable[[str], None]) -> Iterator[Sink]:
     """A line for each record. Those after the step that a run is resumed at are dropped: they will
     be made again."""
-    line = lambda record: json.dumps(record) + "\n"
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    line = lambda record: json_text(record) + "\n"
+    kept = [record for record in read_metrics(path, notice) if record["step"] <= step]
     write_text(path, "".join(map(line, kept)))
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
@@ -62,15 +81,26 @@ def metrics_file(path: Path, step: int) -> Iterator[Sink]:
 def tensorboard(folder: Path, step: int) -> Iterator[Sink]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(folder), purge_step=step + 1) as board:
+    def write(record: Record) -> None:
+        for name, value in _numbers(record).items():
+            board.add_scalar(name, value, record["step"])
+        for i, text in enumerate(record.get("texts", ())):
+            # Taken as Markdown: what is indented is shown as it is, whatever it holds.
+            shown = "\n".join(f"    {line}" for line in text.splitlines())
+            board.add_text(f"sample/{i}", shown, record["step"])
 
-        def write(record: Record) -> None:
-            for name, value in _numbers(record).items():
-                board.add_scalar(name, value, record["step"])
-            for i, text in enumerate(record.get("texts", ())):
-                board.add_text(f"sample/{i}", f"```\n{text}\n```", record["step"])
-
-        yield write
+    # It writes in a thread; what fails there is raised here again, and need not be printed there.
+    printed = threading.excepthook
+    threading.excepthook = lambda args: None if args.exc_type is OSError else printed(args)
+    try:
+        board = SummaryWriter(str(folder), purge_step=step + 1)
+        try:
+            yield write
+        finally:
+            with contextlib.suppress(OSError):
+                board.close()
+    finally:
+        threading.excepthook = printed
 
 
 @contextlib.contextmanager
@@ -91,12 +121,9 @@ def weights_and_biases(config: TrainConfig, folder: Path) -> Iterator[Sink]:
 
 
 def import_wandb(project: str) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            f"log.wandb {project!r}: wandb is not installed; pip install wandb, or leave it out"
-        ) from None
+    require_package("wandb", f"log.wandb {project!r}", "wandb")
+    import wandb
+
     return wandb
 
 
@@ -155,9 +182,11 @@ def summary(result: Record) -> list[tuple[str, str]]:
         rows.append(("validation loss", f"{valid['loss']:.4f} over {valid['tokens']:,} tokens"))
         rows.append(("perplexity", f"{valid['perplexity']:.2f}"))
     if valid["bits_per_byte"] is not None:
-        others = ", ".join(f"{name} {bits:.3f}" for name, bits in result["compressors"].items())
         bits = f"{valid['bits_per_byte']:.3f}"
-        rows.append(("bits per byte", f"{bits} ({others})" if others else bits))
+        if others := ", ".join(f"{name} {b:.3f}" for name, b in result["compressors"].items()):
+            bits += f" ({others}"
+            bits += f" on the same {valid['bytes']:,} bytes)" if "bytes" in valid else ")"
+        rows.append(("bits per byte", bits))
     if result["skipped"]:
         rows.append(("skipped steps", str(result["skipped"])))
     return rows

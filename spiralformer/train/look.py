@@ -9,6 +9,7 @@ import torch
 
 from spiralformer.data.windows import IGNORED
 from spiralformer.decode import Sampling, generate
+from spiralformer.decode.generate import NotFiniteError
 from spiralformer.train import log
 from spiralformer.train.distributed import whole_model
 from spiralformer.train.log import Record
@@ -24,19 +25,16 @@ def look_at(run: Run) -> None:
     if wanted and plan.due(step, config.sample.every or plan.valid_every):
         texts = sample(run)
         run.record("sample", texts=texts)
-        if step < plan.steps:
+        if texts and step < plan.steps:
             run.progress.say(log.sample_lines(texts, limit=200))
 
 
 @torch.no_grad()
 def validate(run: Run) -> Record:
-    """Over the first `valid.tokens` targets of the validation split, in windows of the training
-    length. Bits per byte take the split's mean bytes per token."""
-    plan, processes, data = run.plan, run.plan.processes, run.plan.corpus.valid
-    assert data is not None
-    assert plan.corpus.valid_split is not None
-    windows = min(len(data), math.ceil(plan.config.valid.tokens / data.length) or len(data))
-    batches = data.in_order(plan.micro_batch, windows)
+    """Over the first windows of the validation split; bits per byte are of the text in them."""
+    plan, processes, valid = run.plan, run.plan.processes, run.plan.corpus.valid
+    assert valid is not None
+    batches = valid.data.in_order(plan.micro_batch, valid.windows)
     total, count = 0.0, 0
     run.model.eval()
     for shares in itertools.zip_longest(*[batches] * processes.world):
@@ -48,11 +46,11 @@ def validate(run: Run) -> Record:
             total, count = total + loss.item() * targets, count + targets
     run.model.train()
     total, count = processes.sum(torch.tensor([total, count], dtype=torch.float64)).tolist()
-    mean, per_token = total / count, plan.corpus.valid_split.bytes_per_token
+    mean, size = total / count, valid.text_bytes
     return {
         "valid_loss": mean,
         "perplexity": math.exp(mean) if mean < 700 else math.inf,
-        "bits_per_byte": mean / math.log(2) / per_token if per_token else None,
+        "bits_per_byte": total / math.log(2) / size if size else None,
         "valid_tokens": int(count),
     }
 
@@ -64,16 +62,21 @@ def sample(run: Run) -> list[str]:
     if model is None or tokenizer is None:
         return []
     model.eval()
-    continuations = generate(
-        model,
-        [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in settings.prompts],
-        max_new_tokens=settings.tokens,
-        sampling=Sampling(
-            temperature=settings.temperature, top_k=settings.top_k, seed=run.plan.config.seed
-        ),
-        stop_ids=[tokenizer.eot_id],
-    )
-    model.train()
+    try:
+        continuations = generate(
+            model,
+            [tokenizer.encode(prompt) or [tokenizer.eot_id] for prompt in settings.prompts],
+            max_new_tokens=settings.tokens,
+            sampling=Sampling(
+                temperature=settings.temperature, top_k=settings.top_k, seed=run.plan.config.seed
+            ),
+            stop_ids=[tokenizer.eot_id],
+        )
+    except NotFiniteError as error:
+        run.progress.say(f"step {run.state.step:,}: no sample: {error}")
+        return []
+    finally:
+        model.train()
     return [
         prompt + tokenizer.decode(ids)
         for prompt, ids in zip(settings.prompts, continuations, strict=True)

@@ -35,9 +35,10 @@ def train(
 
     To be called again and again with the same recipe, from any process: a run that was stopped goes
     on as if it never had been, a finished one returns its stored result (`again`), and while one
-    process is at a folder another is refused (UserError). SIGINT and SIGTERM finish the step, save,
-    and raise `Interrupted`. Nothing is left behind in the process that calls: no signal handlers,
-    no process group, no changed random state.
+    process is at a folder another is refused (UserError). With more steps than it had, a run goes
+    on to these. SIGINT, SIGTERM and SIGHUP finish the micro-batch, save, and raise `Interrupted`.
+    Nothing is left behind in the process that calls: no signal handlers, no process group, no
+    changed random state.
 
     resume: "auto" goes on from a checkpoint of the same recipe, and starts where there is none;
     "must" does not start; "never" removes what is there and starts. `watch` is given each record of
@@ -71,7 +72,9 @@ def _train(
                     raise UserError(f"{folder.checkpoints}: no checkpoint to resume from")
         earlier = processes.from_main(earlier)
         with processes.together():
-            plan = RunPlan.of(config, corpus, processes, earlier.identity)
+            plan = RunPlan.of(config, corpus, processes, earlier.identity, earlier.step)
+            if earlier.result and plan.extends is not None:
+                earlier = earlier.to_go_on(folder, progress.say)
         if earlier.result:
             progress.say(f"{folder.path} is finished ({plan.steps:,} steps): nothing to do")
             return TrainResult(folder.path, earlier.result, again=True)
@@ -110,6 +113,10 @@ def forward_and_backward(run: Run, targets: int) -> float:
         batches = plan.micro_batches(run.state.step)
     kept, total = plan.kept(run.state.step), torch.zeros((), device=processes.device)
     for m, (ids, wanted) in enumerate(batches, 1):
+        if m > 1:
+            # A step that is not finished leaves no trace: resumed, it is made from its start.
+            run.stop_if_asked()
+            run.progress.update(run.state.step + (m - 1) / len(batches))
         share = int((wanted != IGNORED).sum()) / targets
         with accumulating(run.model, last=m == len(batches)):
             loss = run.mean_loss(ids, wanted, kept) * share

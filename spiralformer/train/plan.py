@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import itertools
@@ -16,19 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spiralformer.accounting import parameters, training_flops_per_token
+from spiralformer.accounting import parameters, training_bytes, training_flops_per_token
 from spiralformer.console import count
 from spiralformer.data.shards import MANIFEST, read_manifest
 from spiralformer.data.tokenizer import TextTokenizer, load_tokenizer
-from spiralformer.data.windows import Split, TokenDataset, open_split, read_texts
+from spiralformer.data.windows import Split, TokenDataset, open_split
 from spiralformer.errors import UserError
+from spiralformer.machine import require_memory
 from spiralformer.train import log
-from spiralformer.train.config import Data, TrainConfig, default_of
+from spiralformer.train.config import TrainConfig, default_of, vocabulary
 from spiralformer.train.distributed import Processes, bfloat16_is_fast
+from spiralformer.train.optim import learning_rate
 
 Identity = dict[str, Any]  # two runs with the same one learn the same
 LARGEST_MICRO_BATCH = 8  # where the recipe does not say
-COMPRESSED_TEXT = 1 << 26  # bytes of validation text that gzip and xz are tried on, at most
+DECODED_TOKENS = 1 << 26  # of validation that are turned into text for gzip and xz, at most
+FEW_STEPS = 50  # too few for a schedule to rise and fall
 
 
 @dataclass(frozen=True)
@@ -37,49 +41,94 @@ class Corpus:
 
     train_split: Split
     train: TokenDataset
-    valid_split: Split | None
-    valid: TokenDataset | None
+    valid: ValidationText | None
     tokenizer: TextTokenizer | None  # shards from elsewhere have none
 
     @classmethod
     def open(cls, config: TrainConfig) -> Corpus:
         data, vocab = config.data, config.model.vocab_size
-        train = open_split(data.path, "train", holdout=data.holdout)
-        valid = None if data.valid == "none" else _open_valid(data)
+        with _naming("data.path", data.path):
+            train = open_split(data.path, "train", holdout=data.holdout)
+            has_tokenizer = (Path(data.path) / "tokenizer.json").is_file()
+            tokenizer = load_tokenizer(data.path) if has_tokenizer else None
         if train.vocab_size is not None and train.vocab_size > vocab:
             raise UserError(
                 f"model.vocab_size {vocab} is too small: the tokenizer of {data.path} has "
-                f"{train.vocab_size} tokens; set model.vocab_size={-(-train.vocab_size // 64) * 64}"
+                f"{train.vocab_size} tokens; set model.vocab_size={vocabulary(train.vocab_size)}"
             )
-        has_tokenizer = (Path(data.path) / "tokenizer.json").is_file()
         return cls(
             train,
             TokenDataset(train.stream, config.length, config.seed, vocab),
-            valid,
-            TokenDataset(valid.stream, config.length, config.seed, vocab) if valid else None,
-            load_tokenizer(data.path) if has_tokenizer else None,
+            None if data.valid == "none" else ValidationText.open(config),
+            tokenizer,
         )
 
-    def compressors(self, config: TrainConfig) -> dict[str, float]:
-        """Bits per byte of gzip and xz on the validation text, where the text is at hand."""
-        size = self.valid_split.text_bytes if self.valid_split else None
-        if config.data.valid or not size or size > COMPRESSED_TEXT:
+
+@dataclass(frozen=True)
+class ValidationText:
+    """The first windows of the validation data: what the model is scored on."""
+
+    split: Split
+    data: TokenDataset
+    windows: int
+    folder: Path
+
+    @classmethod
+    def open(cls, config: TrainConfig) -> ValidationText:
+        """A folder of its own serves with its validation split if it has one, else with all."""
+        data, name = config.data, "valid"
+        field, folder = ("data.valid", data.valid) if data.valid else ("data.path", data.path)
+        with _naming(field, folder):
+            if data.valid and not _has_validation(Path(folder)):
+                name = "train"
+            split = open_split(folder, name, holdout=0.0 if data.valid else data.holdout)
+        tokens = TokenDataset(split.stream, config.length, config.seed, config.model.vocab_size)
+        asked = math.ceil(config.valid.tokens / config.length) or len(tokens)
+        return cls(split, tokens, min(asked, len(tokens)), Path(folder))
+
+    @property
+    def tokens(self) -> int:
+        return min(self.windows * self.data.length, self.split.tokens)
+
+    @functools.cached_property
+    def text(self) -> bytes | None:
+        """Where it is at hand, and not too much."""
+        if self.split.text_bytes is None or self.tokens > DECODED_TOKENS:
+            return None
+        return load_tokenizer(self.folder).decode(self.split.stream.read(0, self.tokens)).encode()
+
+    @property
+    def text_bytes(self) -> float | None:
+        """Of the tokens that are scored; of too many of them, by the mean of the split."""
+        known = self.split.text_bytes
+        if known is None or self.tokens == self.split.tokens:
+            return known
+        return known * self.tokens / self.split.tokens if self.text is None else len(self.text)
+
+    def compressors(self) -> dict[str, float]:
+        """Bits per byte of gzip and xz on the very text that the model is scored on."""
+        if not self.text:
             return {}
-        text = "".join(read_texts(config.data.path, "valid")).encode()
         sizes = {
-            "gzip -9": len(gzip.compress(text, 9)),
-            "xz -9": len(lzma.compress(text, preset=9)),
+            "gzip -9": len(gzip.compress(self.text, 9)),
+            "xz -9": len(lzma.compress(self.text, preset=9)),
         }
-        return {name: 8 * size / len(text) for name, size in sizes.items()}
+        return {name: 8 * size / len(self.text) for name, size in sizes.items()}
 
 
-def _open_valid(data: Data) -> Split:
-    """A folder of its own serves with its validation split if it has one, else with all of it."""
-    if not data.valid:
-        return open_split(data.path, "valid", holdout=data.holdout)
-    prepared = (Path(data.valid) / MANIFEST).is_file()
-    has_split = prepared and read_manifest(Path(data.valid))["splits"]["valid"]["tokens"]
-    return open_split(data.valid, "valid" if has_split else "train")
+def _has_validation(folder: Path) -> bool:
+    prepared = (folder / MANIFEST).is_file()
+    return prepared and bool(read_manifest(folder)["splits"]["valid"]["tokens"])
+
+
+@contextlib.contextmanager
+def _naming(field: str, path: str) -> Iterator[None]:
+    """An error about a path says which field it was given in."""
+    try:
+        yield
+    except UserError as error:
+        said = str(error).removeprefix(f"{path}: ")
+        raise UserError(f"{field}={path}: {said}") from None
 
 
 @dataclass(frozen=True)
@@ -93,12 +142,19 @@ class RunPlan:
     micro_batch: int
     precision: str
     identity: Identity
+    extends: int | None = None  # steps that the run was to have before it was given more
 
     @classmethod
     def of(
-        cls, config: TrainConfig, corpus: Corpus, processes: Processes, stored: Identity | None
+        cls,
+        config: TrainConfig,
+        corpus: Corpus,
+        processes: Processes,
+        stored: Identity | None,
+        done: int,
     ) -> RunPlan:
-        """Refused where it cannot be carried out, or is not the run that the folder has stored."""
+        """Refused where it cannot be carried out, or is not the run of which the folder has
+        `done` steps stored, nor more steps of it."""
         precision = processes.from_main(_precision(config.precision, processes.device, stored))
         if config.log.wandb:
             log.import_wandb(config.log.wandb)
@@ -109,13 +165,21 @@ class RunPlan:
             "steps": steps,  # in place of `tokens` and `epochs`
             "precision": precision,
             "training data": corpus.train_split.identity,
-            "validation data": corpus.valid_split.identity if corpus.valid_split else None,
+            "validation data": corpus.valid.split.identity if corpus.valid else None,
         }
         del identity["tokens"], identity["epochs"]
+        extends = None
         if stored is not None:
-            _refuse_another(config.out, stored, identity)
+            # Each time that the run was given more steps: which step it had reached.
+            extended = stored.get("extended", [])
+            if steps > stored["steps"]:
+                extends, extended = stored["steps"], [*extended, done]
+            if extended:
+                identity["extended"] = extended
+            _refuse_another(config.out, {**stored, "extended": extended}, identity, extends)
         micro_batch = _micro_batch(config, processes.world)
-        return cls(config, corpus, processes, steps, micro_batch, precision, identity)
+        _require_memory(config, processes, micro_batch)
+        return cls(config, corpus, processes, steps, micro_batch, precision, identity, extends)
 
     @property
     def valid_every(self) -> int:
@@ -166,14 +230,14 @@ class RunPlan:
     def describe(self) -> Iterator[str]:
         config, world, device = self.config, self.processes.world, self.processes.device
         counts = parameters(config.model)
-        data, valid = self.corpus.train_split.tokens, self.corpus.valid_split
+        data, valid = self.corpus.train_split.tokens, self.corpus.valid
         tokens = self.steps * config.batch * config.length
         yield (
             f"model: {config.model.layout} {config.model.topology}, {counts.total:,} parameters "
             f"({counts.non_embedding:,} without embeddings)"
         )
         yield f"data: {config.data.path}, {data:,} tokens" + (
-            f" and {valid.tokens:,} for validation" if valid else ", no validation"
+            f" and {valid.split.tokens:,} for validation" if valid else ", no validation"
         )
         yield (
             f"plan: {count(self.steps, 'step')} of {config.batch} × {config.length} tokens, "
@@ -184,6 +248,28 @@ class RunPlan:
             + (f"{world} processes ({config.parallel})" if world > 1 else "1 process")
             + f", micro-batches of {self.micro_batch}"
         )
+        if self.extends is not None:
+            done = self.identity["extended"][-1]
+            before, after = (
+                f"{learning_rate(max(done - 1, 0), steps, config.optim):.2g}"
+                for steps in (self.extends, self.steps)
+            )
+            yield (
+                f"extended: {self.extends:,} steps become {self.steps:,}; after step {done:,} the "
+                f"learning rate is that of the longer run (there {after}, in the shorter {before})"
+            )
+        if self.steps < FEW_STEPS:
+            wish = max(1, self.steps * config.batch // (4 * FEW_STEPS))
+            yield (
+                f"note: {count(self.steps, 'step')} are few to learn from; smaller batches "
+                f"(batch={wish}) or more passes over the data (epochs=…, steps=…) make more"
+            )
+        known = self.corpus.train_split.vocab_size
+        if known is not None and vocabulary(known) != config.model.vocab_size:
+            yield (
+                f"note: the model has {config.model.vocab_size:,} tokens, the data's tokenizer "
+                f"{known:,}; model.vocab_size={vocabulary(known)} would fit it"
+            )
         if self.precision == "bfloat16" and not bfloat16_is_fast(device):
             yield "note: bfloat16 is slower than float32 on this device, so this will take longer"
 
@@ -209,12 +295,21 @@ def _micro_batch(config: TrainConfig, world: int) -> int:
     return micro_batch
 
 
-def _refuse_another(folder: str, stored: Identity, identity: Identity) -> None:
+def _require_memory(config: TrainConfig, processes: Processes, micro_batch: int) -> None:
+    """Before the model is built: it, and the tokens of a step, must fit."""
+    held = training_bytes(config.model, config.length, micro_batch)
+    shares = processes.world if config.parallel == "fsdp" else 1
+    require_memory(held / shares, "training this model with these batches", processes.device)
+    tokens = config.batch // processes.world * config.length
+    require_memory(2 * 8 * tokens, f"batch {config.batch} of {config.length} tokens")
+
+
+def _refuse_another(folder: str, stored: Identity, identity: Identity, extends: int | None) -> None:
     """A folder holds one run. A field that it was written without had its default."""
     differences = []
     for name, here in identity.items():
         there = stored.get(name, default_of(name))
-        if there != here:
+        if there != here and not (name == "steps" and extends is not None):
             differences.append(f"{name}: {there} there, {here} here")
     if differences:
         raise UserError(

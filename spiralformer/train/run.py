@@ -27,16 +27,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 import spiralformer
 from spiralformer import files
 from spiralformer.accounting import parameters
-from spiralformer.console import Progress
+from spiralformer.console import Progress, count
 from spiralformer.errors import UserError
 from spiralformer.model import SpiralFormer
 from spiralformer.model_folder import save_model
 from spiralformer.train import log
-from spiralformer.train.checkpoint import Checkpoints, TrainState, newest_whole, read_state
+from spiralformer.train.checkpoint import (
+    Checkpoints,
+    RunIdentity,
+    TrainState,
+    newest_whole,
+    read_state,
+)
 from spiralformer.train.config import TrainConfig
 from spiralformer.train.distributed import SharedError, parallelize, whole_model
 from spiralformer.train.log import Record, Sink
@@ -69,6 +76,8 @@ class RunFolder:
             )
         remedy = "wait for it, stop it, or choose another out"
         with files.locked(self.path / "lock", "training", remedy, timeout=-1 if wait else 0):
+            files.remove_leftovers(self.path)
+            files.remove_leftovers(self.checkpoints)
             yield
 
     def clear(self) -> None:
@@ -100,20 +109,74 @@ class TrainResult:
         return log.read_metrics(RunFolder(self.folder).metrics)
 
 
+class ValidResult(TypedDict):
+    loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    tokens: int | None
+
+
+class ParameterCounts(TypedDict):
+    total: int
+    non_embedding: int
+
+
+class StoredResult(TypedDict):
+    """What is asked of a result.json; it says more."""
+
+    layout: str
+    topology: str
+    width: int
+    parameters: ParameterCounts
+    steps: int
+    tokens: int
+    train_loss: float | None
+    valid: ValidResult
+    compressors: dict[str, float]
+    skipped: int
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    samples: list[str]
+    run: RunIdentity
+    config: dict[str, Any]
+    code: str
+
+
+def read_result(path: Path) -> Record:
+    result = files.read_json(path)
+    files.checked(result, StoredResult, path)
+    return result
+
+
 class Earlier(NamedTuple):
     """What earlier calls left in the folder: a result, else a checkpoint, else nothing."""
 
     result: Record | None = None
     checkpoint: Path | None = None
     identity: Identity | None = None
+    step: int = 0
 
     @classmethod
     def of(cls, folder: RunFolder, say: Callable[[str], None]) -> Earlier:
         if folder.result.exists():
-            result = files.read_json(folder.result)
-            return cls(result=result, identity=result["run"])
+            result = read_result(folder.result)
+            return cls(result=result, identity=result["run"], step=result["steps"])
         path = newest_whole(folder.checkpoints, say)
-        return cls(checkpoint=path, identity=read_state(path)["run"]) if path else cls()
+        if path is None:
+            return cls()
+        state = read_state(path)
+        return cls(checkpoint=path, identity=state["run"], step=state["step"])
+
+    def to_go_on(self, folder: RunFolder, say: Callable[[str], None]) -> Earlier:
+        """The same with the checkpoint that a finished run is extended from."""
+        path = newest_whole(folder.checkpoints, say)
+        if path is None or read_state(path)["step"] != self.step:
+            raise UserError(
+                f"{folder.checkpoints}: the checkpoint of step {self.step:,} is gone, and the run "
+                "cannot be given more steps; choose another out, or start anew with --fresh"
+            )
+        return self._replace(result=None, checkpoint=path)
 
 
 # ---------------------------------------------------------------------------- carried out
@@ -154,35 +217,50 @@ class Run:
 
     def save_or_stop(self) -> None:
         """A checkpoint if one is due; if someone asked for an end, that too."""
-        plan, step, settings = self.plan, self.state.step, self.plan.config.save
+        plan, settings = self.plan, self.plan.config.save
         late = 0 < 60 * settings.minutes < time.monotonic() - self.saved_at
-        every = plan.processes.gather((self.signals.received, late))
-        stopped_by = max(number for number, _ in every)
-        due = any(late for _, late in every) or plan.due(step, settings.every)
-        last = step == plan.steps
-        if not (stopped_by or last or (due and not self.state.skipped_in_a_row)):
-            return
-        state = {"run": plan.identity, "code": code_version(), **dataclasses.asdict(self.state)}
+        due = any(plan.processes.gather(late)) or plan.due(self.state.step, settings.every)
+        last = self.state.step == plan.steps
+        if not last:
+            self.stop_if_asked()
+        if last or (due and not self.state.skipped_in_a_row):
+            self.save()
+
+    def save(self) -> Path:
+        state = {"run": self.plan.identity, "code": code_version()}
+        state |= dataclasses.asdict(self.state)
         path = self.checkpoints.save(self.model, self.optimizers, state)
         self.saved_at = time.monotonic()
-        if stopped_by and not last:
-            raise Interrupted(
-                f"stopped by {signal.Signals(stopped_by).name} after step {step:,} of "
-                f"{plan.steps:,}, saved as {path}; the same command goes on from there",
-                stopped_by,
-            )
+        return path
+
+    def stop_if_asked(self) -> None:
+        """Between two micro-batches or steps. What is finished of a step is dropped, not saved."""
+        number = max(self.plan.processes.gather(self.signals.received))
+        if not number:
+            return
+        end = f"stopped by {signal.Signals(number).name}"
+        if not self.state.step:
+            raise Interrupted(f"{end} in the first step: there is nothing to save", number)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        raise Interrupted(
+            f"{end} after step {self.state.step:,} of {self.plan.steps:,}, saved as {self.save()}; "
+            "the same command goes on from there",
+            number,
+        )
 
     def stop_if_diverged(self) -> None:
         state, plan = self.state, self.plan
-        if state.skipped_in_a_row < plan.config.nonfinite_limit:
+        limit = 1 if state.step == plan.steps else plan.config.nonfinite_limit
+        if state.skipped_in_a_row < limit:
             return
         first = state.step - state.skipped_in_a_row  # steps finished before it
         samples = plan.samples(first)
         windows = [plan.corpus.train.window_of(sample) for sample in samples]
         shown = ", ".join(map(str, windows[:8])) + (", …" if len(windows) > 8 else "")
         raise SharedError(
-            f"loss or gradient was not finite in {state.skipped_in_a_row} steps in a row, first in "
-            f"step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
+            f"loss or gradient was not finite in {count(state.skipped_in_a_row, 'step')} in a row, "
+            f"first in step {first + 1:,} (samples {samples[0]}–{samples[-1]}, windows {shown} of "
             f"{plan.config.data.path}); {self.checkpoints.note()}; lower optim.lr or look at these "
             "windows"
         )
@@ -222,8 +300,9 @@ class Run:
                 "perplexity": valid.get("perplexity"),
                 "bits_per_byte": valid.get("bits_per_byte"),
                 "tokens": valid.get("valid_tokens"),
+                "bytes": plan.corpus.valid.text_bytes if plan.corpus.valid else None,
             },
-            "compressors": plan.corpus.compressors(config),
+            "compressors": plan.corpus.valid.compressors() if plan.corpus.valid else {},
             "skipped": state.skipped,
             "seconds": state.seconds,
             "tokens_per_second": speed,
@@ -268,8 +347,10 @@ def open_run(
             if processes.main:
                 if checkpoint is None:
                     folder.clear()
+                folder.result.unlink(missing_ok=True)
                 files.write_json(folder.config, config.to_dict())
-                run.sinks = [stack.enter_context(log.metrics_file(folder.metrics, state.step))]
+                metrics = log.metrics_file(folder.metrics, state.step, progress.say)
+                run.sinks = [stack.enter_context(metrics)]
                 if config.log.tensorboard:
                     board = log.tensorboard(folder.tensorboard, state.step)
                     run.sinks.append(stack.enter_context(board))
@@ -313,15 +394,18 @@ def code_version() -> str:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the run between two steps, and it was saved."""
+    """A signal stopped the run, and its finished steps were saved."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
         self.signal = signal
 
 
+STOPPING = [signal.SIGINT, signal.SIGTERM, *filter(None, [getattr(signal, "SIGHUP", None)])]
+
+
 class Signals:
-    """Notes SIGINT and SIGTERM so that a step can be finished; the second stops at once.
+    """Notes SIGINT, SIGTERM and SIGHUP so that a run can be saved; the second stops at once.
 
     Launchers signal a process and its group, or twice in a row: within a second that is one."""
 
@@ -333,8 +417,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self._note)
+            for number in STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self.before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -348,4 +433,4 @@ class Signals:
         if self.received:
             raise KeyboardInterrupt
         self.received, self.at = number, now
-        self.say("stopping after this step; a second signal stops at once, without saving")
+        self.say("stopping after this micro-batch; a second signal stops at once, without saving")
