@@ -201,9 +201,14 @@ def table(
     return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()) + "\n"
 
 
+class Bold(str):
+    """A cell of a Markdown table that is set off."""
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """The same for a document; what would be markup in a cell is escaped."""
-    escaped = [[escape(cell) for cell in row] for row in (header, *(row for row in rows if row))]
+    show = lambda cell: f"**{escape(cell)}**" if isinstance(cell, Bold) else escape(cell)
+    escaped = [[show(cell) for cell in row] for row in (header, *(row for row in rows if row))]
     rule = ["---" if k < left else "---:" for k in range(len(header))]
     lines = [escaped[0], rule, *escaped[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

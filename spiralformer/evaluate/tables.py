@@ -44,13 +44,13 @@ class Table:
         return list(dict.fromkeys(column for cells in ours for column, score in cells if score))
 
     def render(self, plain: bool) -> str:
-        mark = "{}*" if plain else "**{}**"
+        mark = "{}*".format if plain else console.Bold
         rows = []
         for row in self.rows:
             cells = []
             for column in self.columns:
                 text = self._cell(row.cells.get(column))
-                cells.append(mark.format(text) if self.is_best(row, column) else text)
+                cells.append(mark(text) if self.is_best(row, column) else text)
             rows.append([*row.labels, *cells])
         draw = console.table if plain else console.markdown_table
         return draw([*self.labels, *self.columns], rows, left=len(self.labels))
