@@ -65,10 +65,10 @@ def read(folder: Path) -> dict[str, BenchRecord]:
 
 
 def _require_whole(measurements: Group, path: Path) -> None:
-    """Each measured, and beside the peer, in one of two ways."""
+    """Each measured in one of two ways, and beside the peer where one is measured against it."""
     for group in groups(measurements):
         models, kinds = {m.model for m in group}, {bool(m.seconds) for m in group}
-        if not models <= COLOURS.keys() or PEER not in models:
+        if not models <= COLOURS.keys() or not (PEER in models or by_length(group)):
             raise UserError(f"{path}: {group[0].setting}: unknown models, or none of {PEER}")
         if len(kinds) > 1 or any(not m.tokens if m.seconds else not m.bytes for m in group):
             raise UserError(f"{path}: {group[0].setting}: times or bytes are missing")

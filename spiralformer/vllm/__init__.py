@@ -1,7 +1,7 @@
 """SpiralFormer in vLLM: a plugin (entry point `vllm.general_plugins`).
 
 With this package installed beside vLLM, `LLM("a model folder of ours")` and vLLM's server know the
-whole family. docs/serving.md says how to start it and what is refused.
+whole family. docs/vllm.md says how to start it and what is refused.
 """
 
 import logging
