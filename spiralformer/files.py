@@ -291,7 +291,10 @@ def inside(folder: str | Path, name: Any) -> Path:
 
 def _leads_inside(link: Path) -> bool:
     """The Hub's cache keeps the files of `snapshots/REVISION` in `blobs` beside them."""
-    home, target = link.parent.resolve(), link.resolve()
+    try:
+        home, target = link.parent.resolve(), link.resolve()
+    except (OSError, RuntimeError):  # it leads to itself
+        return False
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     return target.is_relative_to(home) or target.is_relative_to(blobs)
 

@@ -82,7 +82,7 @@ def recipe(command: str) -> list[str]:
     )
     script = told.stdout.replace("\\\n", " ").replace('"$(head -n 1 runs/sample.py)"', "def")
     lines = [line for line in script.splitlines() if not re.match(r"\s*(echo|printf|sed) ", line)]
-    ours = re.findall(r"(?:^|\s)\.venv/bin/(spiralformer [^>&;|]*)", "\n".join(lines))
+    ours = re.findall(r"(?:^|\s)\.venv/bin/(spiralformer [^>&;|\n]*)", "\n".join(lines))
     assert ours, told.stdout
     return [command.strip() for command in ours]
 
