@@ -1,10 +1,19 @@
 import random
+import signal
 
 import pytest
 import torch
 from hypothesis import settings
 
 from spiralformer.cli import main
+
+# A shell's background, or nohup, has these ignored, and so would every process of the tests.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 torch.set_num_threads(1)
 settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
