@@ -1,4 +1,4 @@
-"""`spiralformer serve [MODEL]`"""
+"""`spiralformer serve MODEL`"""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ KEY = "SPIRALFORMER_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "the folder of a model or of a run, or a name (default: spiral-bytes)"
-    add("model", nargs="?", default="spiral-bytes", help=model)
+    add("model", metavar="MODEL", help="the folder of a model or of a run")
     engine = "vllm: vLLM's server; own: the server of this package; auto: vLLM where it is there"
     add("--engine", choices=("auto", "vllm", "own"), default="auto", help=engine)
     host = "address to listen on; 0.0.0.0 opens it to the network (%(default)s)"
